@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
     Exaone4Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -86,6 +90,13 @@ LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 NINE_HEADS: dict[str, Any] = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+}
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
@@ -135,6 +146,29 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         logits_scaling=6.0,
         tie_word_embeddings=True,
     ),
+    "granite-moe-shared": lambda: GraniteMoeSharedConfig(
+        **SHAPE | {"intermediate_size": 48},
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        shared_intermediate_size=80,
+        residual_multiplier=0.22,
+        tie_word_embeddings=True,
+    ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **SHAPE, **SHARED_EXPERTS, head_dim=32, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True
+    ),
+    "dots1": lambda: Dots1Config(
+        **SHAPE,
+        **SHARED_EXPERTS,
+        head_dim=16,
+        first_k_dense_replace=2,
+        norm_topk_prob=False,
+        sliding_window=SLIDING_WINDOW,
+        max_window_layers=1,
+    ),
+    "minimax-m2": lambda: MiniMaxM2Config(
+        **SHAPE, num_local_experts=6, num_experts_per_tok=2, head_dim=32, rotary_dim=16
+    ),
     "olmoe": lambda: OlmoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2),
     "olmo2": lambda: Olmo2Config(**SHAPE),
     "olmo3": lambda: Olmo3Config(
@@ -163,6 +197,9 @@ def make_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.float3
                     parameter.uniform_(0.5, 1.5)
                     if family.startswith("gemma"):
                         parameter.sub_(1.0)  # which it adds
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder)
     return folder
 

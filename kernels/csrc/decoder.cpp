@@ -28,8 +28,8 @@ const ShoalShape& checked(const ShoalShape& s) {
         throw std::invalid_argument("head_size: must be a multiple of 16, at most 256");
     if (s.block_size % kPanel != 0 || s.block_size < kPanel)
         throw std::invalid_argument("block_size: must be a multiple of 16");
-    if (s.hidden_size % 2 != 0 || s.intermediate_size % 2 != 0 || s.expert_size % 2 != 0)
-        throw std::invalid_argument("hidden_size, intermediate_size, expert_size: must be even");
+    if (s.hidden_size % 2 != 0 || s.intermediate_size % 2 != 0 || s.expert_size % 2 != 0 || s.shared_size % 2 != 0)
+        throw std::invalid_argument("hidden_size, intermediate_size, expert_size, shared_size: must be even");
     if (s.experts_per_token < 0 || s.experts_per_token > s.num_experts)
         throw std::invalid_argument("experts_per_token: must be at most num_experts");
     if (s.first_expert < 0 || s.held_experts < (s.num_experts > 0) || s.first_expert > s.num_experts - s.held_experts)
@@ -58,7 +58,7 @@ Decoder::Decoder(const ShoalShape& shape, std::unique_ptr<Exchange> exchange)
       layers_(static_cast<size_t>(shape.num_layers)),
       normed_stride_(in_odd_lines(dtype_, shape.hidden_size)),
       attended_stride_(in_odd_lines(dtype_, shape.num_heads * shape.head_size)),
-      gated_stride_(in_odd_lines(dtype_, shape.intermediate_size)),
+      gated_stride_(in_odd_lines(dtype_, mlp_size())),
       expert_stride_(in_odd_lines(dtype_, shape.expert_size)),
       gates_(shape.gelu ? Finish::GeGlu : Finish::SwiGlu),
       team_(shape.num_threads) {
@@ -82,6 +82,8 @@ Decoder::Matrix Decoder::matrix(ShoalParameter parameter, int layer) {
         case SHOAL_OUTPUT: return {&l.output, hidden, queries, false};
         case SHOAL_GATE_UP: return {&l.gate_up, 2 * intermediate, hidden, true};
         case SHOAL_DOWN: return {&l.down, hidden, intermediate, false};
+        case SHOAL_SHARED_GATE_UP: return {&l.gate_up, 2 * shape_.shared_size, hidden, true};
+        case SHOAL_SHARED_DOWN: return {&l.down, hidden, shape_.shared_size, false};
         case SHOAL_ROUTER: return {&l.router, shape_.num_experts, hidden, false};
         case SHOAL_EXPERT_GATE_UP:
             return {l.expert_gate_up.data(), 2 * shape_.expert_size, hidden, true, shape_.held_experts};
@@ -108,17 +110,17 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
         return;
     }
     Layer& l = layers_[static_cast<size_t>(layer)];
-    const auto norm = [&](std::vector<float>& weight, int size) {
+    const auto vector = [&](std::vector<float>& weight, int size) {
         expect(count, size);
         const auto* const values = static_cast<const float*>(data);
         weight.assign(values, values + size);
     };
     const auto post_norm = [&](std::vector<float>& weight) {
-        norm(weight, shape_.hidden_size);
+        vector(weight, shape_.hidden_size);
         has_post_norms_ = true;
     };
     const auto head_norm = [&](std::vector<float>& weight, int heads) {
-        norm(weight, shape_.norms_span_heads ? heads * shape_.head_size : shape_.head_size);
+        vector(weight, shape_.norms_span_heads ? heads * shape_.head_size : shape_.head_size);
     };
     // A bias must be set after its weight, whose packed layout it follows.
     const auto bias = [&](Linear& linear) {
@@ -126,13 +128,14 @@ void Decoder::set_parameter(ShoalParameter parameter, int layer, const void* dat
         linear.bias = pack_bias(linear, dtype_, data);
     };
     switch (parameter) {
-        case SHOAL_FINAL_NORM: return norm(final_norm_, shape_.hidden_size);
-        case SHOAL_ATTENTION_NORM: return norm(l.attention_norm, shape_.hidden_size);
-        case SHOAL_MLP_NORM: return norm(l.mlp_norm, shape_.hidden_size);
+        case SHOAL_FINAL_NORM: return vector(final_norm_, shape_.hidden_size);
+        case SHOAL_ATTENTION_NORM: return vector(l.attention_norm, shape_.hidden_size);
+        case SHOAL_MLP_NORM: return vector(l.mlp_norm, shape_.hidden_size);
         case SHOAL_ATTENTION_POST_NORM: return post_norm(l.attention_post_norm);
         case SHOAL_MLP_POST_NORM: return post_norm(l.mlp_post_norm);
         case SHOAL_QUERY_NORM: return head_norm(l.query_norm, shape_.num_heads);
         case SHOAL_KEY_NORM: return head_norm(l.key_norm, shape_.num_kv_heads);
+        case SHOAL_ROUTER_BIAS: return vector(l.router_bias, shape_.num_experts);
         case SHOAL_QKV_BIAS: return bias(l.qkv);
         case SHOAL_OUTPUT_BIAS: return bias(l.output);
         case SHOAL_GATE_UP_BIAS: return bias(l.gate_up);
@@ -184,7 +187,7 @@ void Decoder::list_first_read() {
     int64_t left = kFirstRead;
     for (const Layer& layer : layers_)
         for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-            if (linear->words == nullptr) continue;  // of a layer with experts, which are not known beforehand
+            if (linear->words == nullptr) continue;  // of a layer with experts alone, which are not known beforehand
             const int64_t bytes = std::min(left, linear->start(linear->blocks) * int64_t{sizeof(Word)});
             first_read_.push_back({reinterpret_cast<const char*>(linear->words), bytes});
             left -= bytes;

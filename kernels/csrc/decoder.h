@@ -1,6 +1,7 @@
 // A Llama-family decoder with its packed weights, its KV pages and its threads.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -43,10 +44,13 @@ private:
 
 struct Layer {
     std::vector<float> attention_norm, mlp_norm, attention_post_norm, mlp_post_norm, query_norm, key_norm;  // or empty
-    Linear qkv, output, gate_up, down;
-    Linear router;  // if it is set, experts take the place of gate_up and down
+    Linear qkv, output;
+    Linear gate_up, down;  // the MLP; in a layer with experts, the one that all rows pass through, if there is one
+    Linear router;
+    std::vector<float> router_bias;  // or empty
     std::vector<Linear> expert_gate_up, expert_down;
     bool has_experts() const { return router.blocks > 0; }
+    bool has_mlp() const { return gate_up.blocks > 0; }
     bool has_window = true;
     ShoalRotary rotary = SHOAL_ROTARY_FIRST;
 };
@@ -90,6 +94,11 @@ public:
     uint64_t progress() const { return team_.progress(); }  // changes as a step progresses; any thread may call it
 
 private:
+    // One of a row's experts, with its weight and the slot in which it finds the row. The slots of an expert are adjacent.
+    struct Route {
+        int expert, slot;  // slot: -1 if another rank has the expert
+        float weight;
+    };
     struct Matrix {  // where a parameter is stored, and its shape; or `count` of the same shape, one after the other
         Linear* linear;
         int outputs, inputs;
@@ -99,6 +108,7 @@ private:
     };
     // Columns of the logits that each rank computes; the last ranks may have fewer.
     int64_t vocab_share() const { return exchange_ ? divide_up(shape_.vocab_size, exchange_->size) : shape_.vocab_size; }
+    int64_t mlp_size() const { return std::max(shape_.intermediate_size, shape_.shared_size); }  // of the larger kind
     Matrix matrix(ShoalParameter parameter, int layer);  // a null linear if the parameter is a vector
     Linear pack(Arena& arena, const void* weight, int outputs, int inputs, bool gated) const;
     void check(const ShoalStep& step) const;
@@ -181,7 +191,9 @@ private:
     void reserve_experts(int64_t rows);
     void route(Team::Member& member, const Layer& layer, int rows);
     void run_experts(Team::Member& member, const Layer& layer, int rows);
-    void choose_experts(int row);
+    void choose_experts(const Layer& layer, int row);
+    void weigh_by_scores(const float* scores, Route* routes) const;
+    void weigh_by_softmax(const float* logits, Route* routes) const;
     void group_by_expert(int rows);
     // Copies a row of normed_, as `linear` takes it, to the slots of its experts.
     void hand_to_experts(int row, const Linear& linear, int64_t words);
@@ -234,11 +246,6 @@ private:
     // [num_samples][threads]: the maximum of each thread's part of the columns; then as many that a screen has seen.
     std::vector<Maximum> maxima_;
     std::vector<int> looked_at_;   // [threads]: number of blocks of the head that a screen has left in question
-    // A row's experts, each with its weight and the slot in which it finds the row. The slots of an expert are adjacent.
-    struct Route {
-        int expert, slot;  // slot: -1 if another rank has the expert
-        float weight;
-    };
     std::vector<Route> routes_;             // [rows][experts_per_token], the likeliest expert first
     std::vector<int> first_slots_;          // of each held expert, and the end of the last
     std::vector<int64_t> expert_costs_;     // what a block of columns costs with all experts before this one

@@ -10,6 +10,7 @@ namespace shoal {
 namespace {
 
 constexpr int kPartsOfThread = 8;  // of a product of all experts, so that all threads finish at about the same time
+constexpr float kLeastSum = 1e-20f;  // of scores that weights are divided by, as where these models come from
 constexpr int64_t kReadRows = 8;   // a block of weights is read in about the time in which so many rows are computed
 
 }  // namespace
@@ -29,17 +30,38 @@ void Decoder::reserve_experts(int64_t rows) {
     expert_costs_.resize(static_cast<size_t>(shape_.held_experts) + 1);
 }
 
-// By a softmax over all experts; of equally likely ones, the first. What is not finite reaches the weights.
-void Decoder::choose_experts(int row) {
+// Of equally likely experts, the first. What is not finite reaches the weights.
+void Decoder::choose_experts(const Layer& layer, int row) {
     const int count = shape_.num_experts, chosen = shape_.experts_per_token;
-    const float* const logits = router_logits_.data() + int64_t{row} * count;
+    float* const logits = router_logits_.data() + int64_t{row} * count;
     Route* const routes = &routes_[static_cast<size_t>(row) * chosen];
+    if (shape_.sigmoid_router)
+        for (int e = 0; e < count; ++e) logits[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    const float* const bias = layer.router_bias.empty() ? nullptr : layer.router_bias.data();
+    const auto likelihood = [&](int e) { return bias == nullptr ? logits[e] : logits[e] + bias[e]; };
     for (int e = 0, found = 0; e < count; ++e) {
-        if (found == chosen && !(logits[e] > logits[routes[chosen - 1].expert])) continue;
+        if (found == chosen && !(likelihood(e) > likelihood(routes[chosen - 1].expert))) continue;
         int place = found < chosen ? found++ : chosen - 1;
-        for (; place > 0 && logits[e] > logits[routes[place - 1].expert]; --place) routes[place] = routes[place - 1];
+        for (; place > 0 && likelihood(e) > likelihood(routes[place - 1].expert); --place) routes[place] = routes[place - 1];
         routes[place] = {e, -1, 0.0f};
     }
+    if (shape_.sigmoid_router)
+        weigh_by_scores(logits, routes);
+    else
+        weigh_by_softmax(logits, routes);
+    for (int i = 0; i < chosen; ++i) routes[i].weight *= shape_.expert_scale;
+}
+
+void Decoder::weigh_by_scores(const float* scores, Route* routes) const {
+    const int count = shape_.num_experts, chosen = shape_.experts_per_token;
+    float sum = shape_.renormalizes_experts ? kLeastSum : 1.0f;
+    for (int e = 0; e < count; ++e) sum += scores[e] * 0.0f;  // a NaN among those not chosen makes it NaN
+    for (int i = 0; i < chosen && shape_.renormalizes_experts; ++i) sum += scores[routes[i].expert];
+    for (int i = 0; i < chosen; ++i) routes[i].weight = scores[routes[i].expert] / sum;
+}
+
+void Decoder::weigh_by_softmax(const float* logits, Route* routes) const {
+    const int count = shape_.num_experts, chosen = shape_.experts_per_token;
     const float largest = logits[routes[0].expert];
     float sum = 0.0f;
     if (shape_.renormalizes_experts) {  // the others cancel out; but for a NaN among them, which makes the sum NaN
@@ -124,7 +146,7 @@ void Decoder::route(Team::Member& member, const Layer& layer, int rows) {
     multiply(member, layer.router, normed_.data(), normed_stride_, rows, router_logits_.data(), shape_.num_experts,
              Finish::Store);
     for_chunks(member, rows, [&](int begin, int end) {
-        for (int row = begin; row < end; ++row) choose_experts(row);
+        for (int row = begin; row < end; ++row) choose_experts(layer, row);
     });
     member.parallel_for(1, [&](int) { group_by_expert(rows); });
 }

@@ -14,7 +14,7 @@ constexpr int64_t kSumChunk = 4096;  // floats in a unit of a sum: they stay in 
 
 int64_t Decoder::widest_integers() const {
     const int64_t queries = int64_t{shape_.num_heads} * shape_.head_size;
-    const int64_t inputs = std::max({int64_t{shape_.hidden_size}, queries, int64_t{shape_.intermediate_size}});
+    const int64_t inputs = std::max({int64_t{shape_.hidden_size}, queries, mlp_size()});
     return divide_up(inputs, kGroup) * row_group_words(false);
 }
 

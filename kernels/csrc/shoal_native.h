@@ -18,14 +18,16 @@ typedef struct ShoalDecoder ShoalDecoder;
    have one, 0 if none has. vocab_begin, vocab_rows: the rows of embedding and head that are here. The first stage
    embeds, the last one has the head. norms_span_heads: whether queries, and keys, are normed all heads together.
    gelu: whether MLPs are gated by it (its tanh approximation) and not by SiLU. num_experts: of each layer that has a
-   mixture of them in place of its MLP, 0 if none has; of these, held_experts from first_expert on are here. */
+   mixture of them in place of its MLP, 0 if none has; of these, held_experts from first_expert on are here. shared_size:
+   of the MLP that all tokens pass through beside the experts, 0 if there is none. */
 typedef struct ShoalShape {
     int32_t dtype, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_size;
     int32_t block_size, num_blocks, num_threads, sliding_window, max_positions, tied_embeddings;
     int32_t vocab_begin, vocab_rows, is_first_stage, is_last_stage, norms_span_heads, gelu;
-    int32_t num_experts, first_expert, held_experts, experts_per_token, expert_size;
-    int32_t renormalizes_experts; /* the weights of a token's experts add up to 1 */
-    float rms_norm_eps, embedding_scale, attention_scale;
+    int32_t num_experts, first_expert, held_experts, experts_per_token, expert_size, shared_size;
+    int32_t renormalizes_experts; /* the weights of a token's experts add up to 1, before they are scaled */
+    int32_t sigmoid_router;       /* scores are sigmoids of the router's products, not a softmax over all */
+    float rms_norm_eps, embedding_scale, attention_scale, expert_scale;
     char kernels[16]; /* name of an instruction set, or empty for the best */
 } ShoalShape;
 
@@ -44,7 +46,8 @@ typedef struct ShoalExchange {
 } ShoalExchange;
 
 /* Row-major, in the decoder's dtype; norms float32. QKV is [query; key; value] rows, GATE_UP is [gate; up] rows, and
-   EXPERT_ parameters are those of one held expert after the other. A layer has experts if its ROUTER is set.
+   EXPERT_ parameters are those of one held expert after the other. A layer has experts if its ROUTER is set; its
+   ROUTER_BIAS, float32, counts for the choice of a sigmoid router's experts, not for their weights.
    ATTENTION_NORM and MLP_NORM come before attention and MLP, POST_NORMs after them, before their output is added to the
    residual stream; a layer has those that are set. */
 typedef enum ShoalParameter {
@@ -53,7 +56,8 @@ typedef enum ShoalParameter {
     SHOAL_QKV = 7, SHOAL_QKV_BIAS = 8, SHOAL_OUTPUT = 9, SHOAL_OUTPUT_BIAS = 10,
     SHOAL_GATE_UP = 11, SHOAL_GATE_UP_BIAS = 12, SHOAL_DOWN = 13, SHOAL_DOWN_BIAS = 14,
     SHOAL_ATTENTION_POST_NORM = 15, SHOAL_MLP_POST_NORM = 16,
-    SHOAL_ROUTER = 17, SHOAL_EXPERT_GATE_UP = 18, SHOAL_EXPERT_DOWN = 19
+    SHOAL_ROUTER = 17, SHOAL_EXPERT_GATE_UP = 18, SHOAL_EXPERT_DOWN = 19,
+    SHOAL_ROUTER_BIAS = 20, SHOAL_SHARED_GATE_UP = 21, SHOAL_SHARED_DOWN = 22
 } ShoalParameter;
 
 /* How a layer rotates queries and keys: by the first table, by the second, or not at all. */

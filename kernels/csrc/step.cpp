@@ -167,13 +167,18 @@ void Decoder::complete(Team::Member& member, int index, float* stream, const Wor
     const LoraRows output{index, Projection::Output, runs, attended, attended_stride_, stream, hidden};
     const LoraRows gates{index, Projection::GateUp, runs, normed_.data(), normed_stride_, nullptr, 0};
     const LoraRows down{index, Projection::Down, runs, gated_.data(), gated_stride_, stream, hidden};
-    if (!layer.has_experts()) read_ahead(member, layer.gate_up, rows);
+    if (layer.has_mlp()) read_ahead(member, layer.gate_up, rows);
     lower(member, output, rows);
     multiply_onto(member, layer.output, layer.attention_post_norm, output, rows);
     normalise(member, stream, layer.mlp_norm, rows, &gates);
-    if (layer.has_experts()) return add_experts(member, index, stream, rows);
-    read_ahead(member, layer.down, rows);
-    multiply_gates(member, down, rows);
+    if (layer.has_mlp()) {
+        read_ahead(member, layer.down, rows);
+        multiply_gates(member, down, rows);
+    }
+    if (layer.has_experts()) {
+        if (layer.has_mlp()) multiply_onto(member, layer.down, layer.mlp_post_norm, down, rows);
+        return add_experts(member, index, stream, rows);
+    }
     if (index + 1 < shape_.num_layers) {
         read_ahead(member, layers_[static_cast<size_t>(index) + 1].qkv, rows);
     } else if (shape_.is_last_stage) {

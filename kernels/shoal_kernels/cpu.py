@@ -53,11 +53,23 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    weights, expert_ids = router_logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+def select_experts(
+    router_logits: Tensor, num_chosen: int, renormalize: bool, scores: str, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    if scores == "softmax":
+        weights, expert_ids = router_logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+    else:
+        weights, expert_ids = choose_by_sigmoid(router_logits, num_chosen, bias)
     if renormalize:
-        weights /= weights.sum(dim=-1, keepdim=True)
-    return weights.to(router_logits.dtype), expert_ids
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return (weights * scale).to(router_logits.dtype), expert_ids
+
+
+def choose_by_sigmoid(router_logits: Tensor, num_chosen: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scores of the experts with the highest scores and bias, and which these are. On any device."""
+    scores = router_logits.float().sigmoid()
+    expert_ids = (scores if bias is None else scores + bias).topk(num_chosen, dim=-1).indices
+    return scores.gather(1, expert_ids), expert_ids
 
 
 def apply_experts(

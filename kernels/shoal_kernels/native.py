@@ -19,7 +19,7 @@ from shoal_kernels.exchange import Exchange, LostRank
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native_buffers import KeptArray, Results, RowMaxima
 from shoal_kernels.native_library import LOST_RANK, CStep, last_error, library
-from shoal_kernels.native_parameters import NORMS, place_of, product_size, required
+from shoal_kernels.native_parameters import VECTORS, place_of, product_size, required
 from shoal_kernels.native_shape import DecoderShape, c_shape
 
 NO_ADAPTER = -1
@@ -270,7 +270,7 @@ class NativeDecoder:
         if isinstance(parameter, IntegerWeight):
             self._set_integers(number, layer, parameter)
             return
-        if number in NORMS:
+        if number in VECTORS:
             parameter = parameter.float()
         elif parameter.dtype != self.shape.dtype:
             raise ValueError(f"weights: got {parameter.dtype}; must be {self.shape.dtype}")

@@ -19,9 +19,11 @@ class CShape(ctypes.Structure):
             "head_size", "block_size", "num_blocks", "num_threads", "sliding_window", "max_positions",
             "tied_embeddings", "vocab_begin", "vocab_rows", "is_first_stage", "is_last_stage", "norms_span_heads",
             "gelu", "num_experts", "first_expert", "held_experts", "experts_per_token", "expert_size",
-            "renormalizes_experts",
+            "shared_size", "renormalizes_experts", "sigmoid_router",
         )),
-        *((name, ctypes.c_float) for name in ("rms_norm_eps", "embedding_scale", "attention_scale")),
+        *((name, ctypes.c_float) for name in (
+            "rms_norm_eps", "embedding_scale", "attention_scale", "expert_scale",
+        )),
         ("kernels", ctypes.c_char * 16),
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ def refusal(
     head_size: int,
     block_size: int,
     expert_size: int = 0,
+    shared_size: int = 0,
 ) -> str | None:
     """The first property of a shape that the decoder does not support, in words; None if it supports the shape."""
     if dtype not in DTYPES:
@@ -33,6 +34,7 @@ def refusal(
         ("hidden", hidden_size),
         ("intermediate", intermediate_size),
         ("experts' intermediate", expert_size),
+        ("shared intermediate", shared_size),
     ):
         if size % 2:
             return f"the {name} size {size} is odd"

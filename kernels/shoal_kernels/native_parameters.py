@@ -24,11 +24,19 @@ LAYER_PARAMETERS = {
     "router.weight": 17,
     "experts.gate_up_proj.weight": 18,
     "experts.down_proj.weight": 19,
+    "router.bias": 20,
+    "shared_mlp.gate_up_proj.weight": 21,
+    "shared_mlp.down_proj.weight": 22,
 }
-NORMS = {number for name, number in (GLOBAL_PARAMETERS | LAYER_PARAMETERS).items() if "norm." in name}
+VECTORS = {
+    number
+    for name, number in (GLOBAL_PARAMETERS | LAYER_PARAMETERS).items()
+    if "norm." in name or name == "router.bias"
+}
 ATTENTION = ("qkv_proj.weight", "o_proj.weight")
 MLP = ("gate_up_proj.weight", "down_proj.weight")
 EXPERTS = ("router.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight")
+SHARED = ("shared_mlp.gate_up_proj.weight", "shared_mlp.down_proj.weight")
 
 
 def required(shape: DecoderShape) -> set[str]:
@@ -37,6 +45,8 @@ def required(shape: DecoderShape) -> set[str]:
     for layer in range(shape.first_layer, shape.first_layer + shape.num_layers):
         has_experts = shape.experts is not None and layer in shape.experts.layers
         of_layer = (*ATTENTION, *(EXPERTS if has_experts else MLP), *(f"{norm}.weight" for norm in shape.norms))
+        if has_experts and shape.experts is not None and shape.experts.shared_size:
+            of_layer += SHARED
         names |= {f"layers.{layer}.{name}" for name in of_layer}
     return names
 

@@ -20,7 +20,9 @@ class ExpertShape:
     Attributes:
         num_experts: of each such layer, ``held`` of which the shard has.
         size: of an expert's MLP.
-        renormalize: whether the weights of a token's experts add up to 1.
+        renormalize: whether the weights of a token's experts add up to 1, before they are multiplied by ``scale``.
+        scores: "softmax" or "sigmoid", see ``ops.select_experts``.
+        shared_size: the shard's columns of the MLP that all tokens pass through beside the experts; 0 if there is none.
     """
 
     num_experts: int
@@ -29,6 +31,9 @@ class ExpertShape:
     renormalize: bool
     layers: tuple[int, ...]
     held: range
+    scores: str = "softmax"
+    scale: float = 1.0
+    shared_size: int = 0
 
 
 NO_EXPERTS = ExpertShape(num_experts=0, num_experts_per_token=0, size=0, renormalize=False, layers=(), held=range(0))
@@ -123,7 +128,10 @@ def c_shape(shape: DecoderShape, kernels: str) -> CShape:
         held_experts=len(experts.held),
         experts_per_token=experts.num_experts_per_token,
         expert_size=experts.size,
+        shared_size=experts.shared_size,
         renormalizes_experts=int(experts.renormalize),
+        sigmoid_router=int(experts.scores == "sigmoid"),
+        expert_scale=experts.scale,
         rms_norm_eps=shape.rms_norm_eps,
         embedding_scale=shape.embedding_scale,
         attention_scale=shape.head_size**-0.5 if shape.attention_scale is None else shape.attention_scale,

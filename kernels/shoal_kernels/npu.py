@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal_kernels import npu_int8, sampling
+from shoal_kernels.cpu import choose_by_sigmoid
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_int8 import Int8Weight
 from shoal_kernels.npu_limits import INT32_MAX, MAX_BATCH, MAX_TOP_K, PACKED_HEAD_SIZES, ROTARY_MULTIPLE
@@ -200,11 +201,16 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Sequence[tuple[in
         blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
 
 
-def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    weights, expert_ids, _ = torch_npu.npu_moe_gating_top_k_softmax(router_logits.float(), k=num_chosen)
+def select_experts(
+    router_logits: Tensor, num_chosen: int, renormalize: bool, scores: str, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    if scores == "softmax":
+        weights, expert_ids, _ = torch_npu.npu_moe_gating_top_k_softmax(router_logits.float(), k=num_chosen)
+    else:
+        weights, expert_ids = choose_by_sigmoid(router_logits, num_chosen, bias)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(router_logits.dtype), expert_ids
+    return (weights * scale).to(router_logits.dtype), expert_ids
 
 
 def apply_experts(

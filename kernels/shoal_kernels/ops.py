@@ -84,17 +84,28 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return cast(Tensor, backend(gate_up.device.type).gelu_tanh_and_mul(gate_up))
 
 
-def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of each token, by a float32 softmax over all of them.
+def select_experts(
+    router_logits: Tensor,
+    num_chosen: int,
+    renormalize: bool,
+    scores: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest experts of each token, by float32 scores.
 
     Args:
         router_logits: [T, num_experts].
-        renormalize: divide the chosen weights by their sum.
+        renormalize: divide the chosen weights, which are scores, by their sum.
+        scores: "softmax" over all experts, or "sigmoid" of each.
+        bias: float32 [num_experts], added to sigmoid scores for the choice alone (DeepSeek-V3, arXiv 2412.19437).
+        scale: of the weights, at last.
 
     Returns:
         weights [T, num_chosen] in the logits' dtype, and expert ids, integers [T, num_chosen].
     """
-    chosen = backend(router_logits.device.type).select_experts(router_logits, num_chosen, renormalize)
+    module = backend(router_logits.device.type)
+    chosen = module.select_experts(router_logits, num_chosen, renormalize, scores, bias, scale)
     return cast(tuple[Tensor, Tensor], chosen)
 
 

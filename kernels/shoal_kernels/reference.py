@@ -59,10 +59,22 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
 
-def select_experts(router_logits: Tensor, num_chosen: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    weights, expert_ids = torch.softmax(router_logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
-    weights, expert_ids = weights[:, :num_chosen], expert_ids[:, :num_chosen]
-    return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), expert_ids
+def select_experts(
+    router_logits: Tensor,
+    num_chosen: int,
+    renormalize: bool,
+    scores: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    logits = router_logits.float()
+    likely = torch.softmax(logits, dim=-1) if scores == "softmax" else torch.sigmoid(logits)
+    order = (likely if bias is None else likely + bias).sort(dim=-1, descending=True, stable=True).indices
+    expert_ids = order[:, :num_chosen]
+    weights = likely.gather(1, expert_ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights * scale, expert_ids
 
 
 def apply_experts(

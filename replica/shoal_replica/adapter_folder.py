@@ -125,7 +125,8 @@ def _products(model: ModelConfig) -> list[tuple[tuple[str, ...], int, int]]:
     found: list[tuple[tuple[str, ...], int, int]] = []
     for parameter in parameters(model, whole_shard(model)):
         modules = tuple(dict.fromkeys(piece.name.removesuffix(".weight") for piece in parameter.pieces))
-        if parameter.name.endswith("_proj.weight") and ".experts." not in parameter.name:
+        is_of_mixture = ".experts." in parameter.name or ".shared_mlp." in parameter.name
+        if parameter.name.endswith("_proj.weight") and not is_of_mixture:
             num_out, num_in = parameter.shape
             found.append((modules, num_out, num_in))
     return found

@@ -208,7 +208,7 @@ def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
         total += attention + len(NORMS[model.norm_placement]) * hidden * size
         if model.moe is not None and layer in model.moe.layers:
             experts = 3 * model.moe.intermediate_size * len(shard.experts)
-            total += hidden * (experts + model.moe.num_experts) * size
+            total += hidden * (experts + model.moe.num_experts) * size + 3 * hidden * len(shard.shared_mlp) * rounded
         else:
             total += 3 * hidden * len(shard.mlp) * rounded
     table = len(shard.vocab) * hidden * size
@@ -219,7 +219,7 @@ def shard_weight_bytes(model: ModelConfig, shard: Shard) -> int:
 
 def _largest_parameter_bytes(model: ModelConfig, shard: Shard) -> int:
     """Bytes of the largest packed parameter of a rank's layers, in the model's dtype."""
-    inner = len(shard.mlp)
+    inner = max(len(shard.mlp), len(shard.shared_mlp))
     if model.moe is not None:
         inner = max(inner, len(shard.experts) * model.moe.intermediate_size)
     return 2 * inner * model.hidden_size * DTYPE_BYTES[model.dtype]
@@ -232,10 +232,10 @@ def activation_bytes(model: ModelConfig, shard: Shard, scheduler: SchedulerConfi
     heads, kv_heads = len(shard.heads) * model.head_size, len(shard.kv_heads) * model.head_size
     stream = 4 * hidden  # x, its norm, the residual, and the sum being computed
     attention = 2 * (heads + 2 * kv_heads) + 2 * heads  # QKV, projected and rotated; output and its projection
-    mlp = 4 * len(shard.mlp)  # gate and up, their product, and its temporaries
+    mlp = 4 * max(len(shard.mlp), len(shard.shared_mlp))  # gate and up, their product, and its temporaries
     if model.moe is not None:
         chosen = model.moe.num_experts_per_token
-        mlp = max(mlp, chosen * (3 * hidden + 4 * model.moe.intermediate_size))
+        mlp = max(mlp, chosen * (3 * hidden + 4 * model.moe.intermediate_size)) + hidden * bool(model.moe.shared_size)
     step = tokens * size * (stream + max(attention, mlp))
     # Logits in the model's dtype and in float32; then for sampled rows: scaled, sorted with 8-byte indices, summed; and
     # for scored prompt tokens, which the same step may have, their log-probabilities; or as many drafts instead.

@@ -76,6 +76,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     logits_divisor: float = 1.0
+    num_extra_layers: int = 0
 
     @classmethod
     def from_folder(
@@ -154,8 +155,8 @@ class ModelConfig:
         mlp = 3 * d * self.intermediate_size + (2 * self.intermediate_size + d) * self.mlp_bias
         mlps = self.num_layers * mlp
         if self.moe is not None:
-            experts = self.moe.num_experts * (d + 3 * d * self.moe.intermediate_size)
-            mlps += len(self.moe.layers) * (experts - mlp)
+            experts = self.moe.num_experts * (d + 3 * d * self.moe.intermediate_size + bool(self.moe.router_bias))
+            mlps += len(self.moe.layers) * (experts + 3 * d * self.moe.shared_size - mlp)
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * (attention + norms) + mlps + d
 

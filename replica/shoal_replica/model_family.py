@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shoal_replica.config_fields import fields_of, number, refusal, size
 from shoal_replica.errors import ConfigError
-from shoal_replica.moe_config import read_all_layers, read_some_layers
+from shoal_replica.moe_config import read_all_layers, read_last_layers, read_some_layers
 from shoal_replica.rope import FULL, LOCAL_THETA, WINDOW
 
 NAME_OF_SHARE = "partial_rotary_factor"
@@ -113,9 +114,12 @@ def _last_windows(raw: dict[str, Any]) -> dict[str, Any]:
 
 def rotated_share(architecture: str, raw: dict[str, Any]) -> float:
     """How much of each head is rotated."""
-    if architecture != "Phi3ForCausalLM":
+    if architecture not in _ROTATED_SHARES:
         return 1.0
-    return number(fields_of(raw, "rope_parameters"), NAME_OF_SHARE, number(raw, NAME_OF_SHARE, 1.0))
+    share = number(raw, NAME_OF_SHARE, _ROTATED_SHARES[architecture])
+    if "rotary_dim" in raw:  # MiniMax's name
+        share = size(raw, "rotary_dim") / size(raw, "head_dim")
+    return number(fields_of(raw, "rope_parameters"), NAME_OF_SHARE, share)
 
 
 def _llama(raw: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +156,38 @@ def _granite_moe(raw: dict[str, Any]) -> dict[str, Any]:
         raw, "num_local_experts", stored_in="block_sparse_moe", router="router.layer", stacked=stacked
     )
     return _granite(raw) | {"moe": moe}
+
+
+def _granite_moe_shared(raw: dict[str, Any]) -> dict[str, Any]:
+    fields, shared_size = _granite_moe(raw), raw.get("shared_intermediate_size", 1024)
+    if not shared_size:
+        return fields
+    stored = {"shared_in": "shared_mlp", "shared_projections": ("input_linear", "output_linear")}
+    raw = raw | {"shared_intermediate_size": shared_size}
+    return fields | {"moe": replace(fields["moe"], shared_size=size(raw, "shared_intermediate_size"), **stored)}
+
+
+def _glm4_moe(raw: dict[str, Any]) -> dict[str, Any]:
+    """Further layers, which guess more tokens at once, are left unread."""
+    return {
+        "qk_norm": bool(raw.get("use_qk_norm", False)),
+        "output_bias": False,
+        "moe": read_last_layers(raw),
+        "num_extra_layers": size(raw, key) if raw.get(key := "num_nextn_predict_layers") else 0,
+    }
+
+
+def _dots1(raw: dict[str, Any]) -> dict[str, Any]:
+    first = raw.get("max_window_layers", 62)
+    windows = _windows(raw, lambda layer: layer >= first) if raw.get("sliding_window") else {}
+    return {"qk_norm": True, "moe": read_last_layers(raw)} | windows
+
+
+def _minimax_m2(raw: dict[str, Any]) -> dict[str, Any]:
+    """Its queries and keys are normed all heads together."""
+    stored: dict[str, Any] = {"stored_in": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
+    moe = read_all_layers(raw, "num_local_experts", scores="sigmoid", router_bias="e_score_correction_bias", **stored)
+    return {"qk_norm": True, "qk_norm_spans_heads": True, "moe": moe}
 
 
 def _phi3(raw: dict[str, Any]) -> dict[str, Any]:
@@ -225,13 +261,20 @@ def _gemma3_with_images(raw: dict[str, Any]) -> dict[str, Any]:
     return _gemma3(raw) | {"text_prefixes": prefixes}
 
 
+# Of families whose heads may be rotated in part.
+_ROTATED_SHARES = {"Glm4MoeForCausalLM": 0.5, "MiniMaxM2ForCausalLM": 1.0, "Phi3ForCausalLM": 1.0}
+
 _FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "Dots1ForCausalLM": _dots1,
     "Exaone4ForCausalLM": _exaone4,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_with_images,
+    "Glm4MoeForCausalLM": _glm4_moe,
     "GraniteForCausalLM": _granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "LlamaForCausalLM": _llama,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
     "MistralForCausalLM": _llama,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
@@ -254,7 +297,14 @@ _GEMMA3 = {
 _LEFT_OUT: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Dots1ForCausalLM": {"sliding_window": 4096},
     "Exaone4ForCausalLM": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
+    "Glm4MoeForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},

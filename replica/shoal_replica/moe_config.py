@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shoal_replica.config_fields import size
+from shoal_replica.config_fields import number, refusal, size
 from shoal_replica.errors import ConfigError
 
 
@@ -13,9 +13,14 @@ from shoal_replica.errors import ConfigError
 class MoeConfig:
     """The mixture of experts that replaces the MLP in some layers.
 
-    ``renormalize`` makes the weights of a token's chosen experts add up to 1. ``layers`` lists the layers with experts.
-    ``stored_in`` is a layer's module that holds them in checkpoints, ``router`` the one within it that chooses, and
-    ``projections`` each expert's gate, up and down; or ``stacked`` all experts' gates and ups together, and all downs.
+    ``renormalize`` makes the weights of a token's chosen experts add up to 1, before they are multiplied by ``scale``;
+    ``scores`` is "softmax" or "sigmoid", see ``ops.select_experts``. ``layers`` lists the layers with experts.
+    ``shared_size`` is the intermediate size of the MLP that all tokens pass through beside them, if there is one.
+
+    ``stored_in`` is a layer's module that holds them in checkpoints, ``router`` the one within it that chooses,
+    ``router_bias`` the bias that counts for its choice alone, if it has one, and ``projections`` each expert's gate, up
+    and down; or ``stacked`` all experts' gates and ups together, and all downs. ``shared_in`` is the layer's module
+    that holds the MLP for all tokens, by ``shared_projections``: gate, up and down, or both of the first as one.
     """
 
     num_experts: int
@@ -27,6 +32,12 @@ class MoeConfig:
     router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] | None = None
+    scores: str = "softmax"
+    scale: float = 1.0
+    router_bias: str = ""
+    shared_size: int = 0
+    shared_in: str = "mlp.shared_experts"
+    shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_some_layers(raw: dict[str, Any]) -> MoeConfig | None:
@@ -44,8 +55,33 @@ def read_some_layers(raw: dict[str, Any]) -> MoeConfig | None:
     return moe if layers else None
 
 
-def read_all_layers(raw: dict[str, Any], name: str, renormalize: bool = True, **stored: Any) -> MoeConfig:
-    """In every layer so many as ``name`` says, each of ``intermediate_size``; ``stored`` as in MoeConfig."""
+def read_last_layers(raw: dict[str, Any]) -> MoeConfig | None:
+    """As DeepSeek-V3 has it: in all layers but the first few, scored by sigmoids, beside an MLP for all tokens. None if
+    that leaves none.
+    """
+    for key in ("n_group", "topk_group"):
+        if raw.get(key) not in (None, 1):
+            raise ConfigError(f"model: {key} in config.json is {raw[key]!r}; groups of experts are not supported")
+    num_experts, inner = size(raw, "n_routed_experts"), size(raw, "moe_intermediate_size")
+    first = raw.get("first_k_dense_replace", 0)
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise refusal("first_k_dense_replace", first, "an integer of at least 0")
+    moe = MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_token=_num_per_token(raw, num_experts),
+        intermediate_size=inner,
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+        layers=tuple(range(first, size(raw, "num_hidden_layers"))),
+        scores="sigmoid",
+        scale=number(raw, "routed_scaling_factor", 1.0),
+        router_bias="gate.e_score_correction_bias",
+        shared_size=inner * (size(raw, "n_shared_experts") if raw.get("n_shared_experts") else 0),
+    )
+    return moe if moe.layers else None
+
+
+def read_all_layers(raw: dict[str, Any], name: str, renormalize: bool = True, **more: Any) -> MoeConfig:
+    """In every layer so many as ``name`` says, each of ``intermediate_size``; ``more`` as in MoeConfig."""
     num_experts = size(raw, name)
     return MoeConfig(
         num_experts=num_experts,
@@ -53,7 +89,7 @@ def read_all_layers(raw: dict[str, Any], name: str, renormalize: bool = True, **
         intermediate_size=size(raw, "intermediate_size"),
         renormalize=renormalize,
         layers=tuple(range(size(raw, "num_hidden_layers"))),
-        **stored,
+        **more,
     )
 
 

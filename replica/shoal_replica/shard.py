@@ -34,6 +34,7 @@ class Shard:
     heads: range
     kv_heads: range
     mlp: range
+    shared_mlp: range
     experts: range
     vocab: range
     vocab_share: int
@@ -67,7 +68,8 @@ def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard
     size = parallel.tensor_parallel_size
     stage, tensor_rank = divmod(rank, size)
     heads, kv_heads = _heads(model.num_heads, model.num_kv_heads, size, tensor_rank)
-    num_experts = model.moe.num_experts if model.moe else 0
+    num_experts, shared_size = (model.moe.num_experts, model.moe.shared_size) if model.moe else (0, 0)
+    least = 1 if LAYER_BITS[model.quantization] is None else 32
     vocab_share = -(-model.vocab_size // size)
     return Shard(
         rank=rank,
@@ -78,7 +80,8 @@ def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard
         layers=_share(model.num_layers, parallel.pipeline_parallel_size, stage),
         heads=heads,
         kv_heads=kv_heads,
-        mlp=_columns(model.intermediate_size, size, tensor_rank, 1 if LAYER_BITS[model.quantization] is None else 32),
+        mlp=_columns(model.intermediate_size, size, tensor_rank, least),
+        shared_mlp=_columns(shared_size, size, tensor_rank, least) if shared_size else range(0),
         experts=_share(num_experts, size, tensor_rank),
         vocab=range(
             min(tensor_rank * vocab_share, model.vocab_size), min((tensor_rank + 1) * vocab_share, model.vocab_size)

@@ -15,6 +15,7 @@ import torch
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
 from transformers import (
     Exaone4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -59,6 +60,9 @@ FAMILIES = {
     ),
     "smollm3": lambda: SmolLM3Config(**SHAPE, head_dim=128, no_rope_layers=[1, 0]),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=128),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **SHAPE | tiny_models.SHARED_EXPERTS, head_dim=128, first_k_dense_replace=1, use_qk_norm=True
+    ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SHAPE, head_dim=128, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
     ),

@@ -155,6 +155,19 @@ def test_experts(first: int, held: int, renormalize: bool) -> None:
     close(actual, expected, 5e-2)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts_scored_by_sigmoids(renormalize: bool, has_bias: bool) -> None:
+    """A bias counts for the choice alone."""
+    router, bias = randn(9, 6), randn(6, seed=1).float() if has_bias else None
+    weights, ids = ops.select_experts(
+        router.to(NPU), 2, renormalize, "sigmoid", None if bias is None else bias.to(NPU), 2.5
+    )
+    expected_weights, expected_ids = reference.select_experts(router, 2, renormalize, "sigmoid", bias, 2.5)
+    assert torch.equal(ids.cpu().long(), expected_ids)
+    close(weights, expected_weights)
+
+
 def test_a_rank_whose_experts_nobody_chose() -> None:
     """Rows in no group are never computed and hold whatever was there."""
     x, gate_up, down = randn(4, 32), randn(2, 48, 32), randn(2, 32, 24)

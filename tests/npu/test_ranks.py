@@ -24,9 +24,10 @@ DOWN_LIMIT_S = 5.0
     [
         ("llama", {"tensor_parallel_size": 2, "num_blocks": 6, "num_host_blocks": 8}),
         ("qwen3-moe", {"tensor_parallel_size": 2}),
+        ("glm4-moe", {"tensor_parallel_size": 2}),
         ("qwen3", {"pipeline_parallel_size": 2}),
     ],
-    ids=["tensor", "experts", "pipeline"],
+    ids=["tensor", "experts", "shared-experts", "pipeline"],
 )
 def test_two_ranks_generate_the_cpus_tokens(
     family: str, sizes: dict[str, int], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -128,8 +128,9 @@ def test_ranks_have_their_shares_of_adapters(tmp_path, ranks, block_size):
     assert [o.token_ids for o in outputs] == [oracle_greedy(m, prompt, 12) for m in models for prompt in PROMPTS]
 
 
-def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path):
-    folder = write_tiny_tokenizer(make_checkpoint("qwen3-moe", tmp_path / "model"))
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
+def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path, family):
+    folder = write_tiny_tokenizer(make_checkpoint(family, tmp_path / "model"))
     path = make_adapter(tmp_path / "adapter", folder, 0, target_modules=ATTENTION)
     with LLM(str(folder), num_blocks=256, adapters={"a": str(path)}) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, "a")

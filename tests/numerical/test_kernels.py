@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -192,10 +194,12 @@ def test_unknown_device_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_select_experts(renormalize: bool, dtype: torch.dtype) -> None:
-    logits = randn(9, 8, dtype=dtype)
-    weights, expert_ids = ops.select_experts(logits, 3, renormalize)
-    expected_weights, expected_ids = reference.select_experts(logits, 3, renormalize)
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "biased"])
+def test_select_experts(scores: str, renormalize: bool, dtype: torch.dtype) -> None:
+    logits, bias = randn(9, 8, dtype=dtype), randn(8, dtype=torch.float32, seed=1)
+    rule: tuple[Any, ...] = ("sigmoid", bias, 2.5) if scores == "biased" else (scores, None, 2.5)
+    weights, expert_ids = ops.select_experts(logits, 3, renormalize, *rule)
+    expected_weights, expected_ids = reference.select_experts(logits, 3, renormalize, *rule)
     assert torch.equal(expert_ids, expected_ids)
     close(weights, expected_weights, dtype)
 

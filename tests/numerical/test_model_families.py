@@ -254,6 +254,28 @@ def test_a_tensor_between_words_of_its_file_is_copied() -> None:
     assert not weights._is_ready(data[1:], torch.bfloat16, cpu)
 
 
+def test_layers_behind_the_last_are_left_unread(tmp_path: Path) -> None:
+    """As many as the config says, which guess further tokens; not more."""
+    folder = make_checkpoint("glm4-moe", tmp_path)
+    stored, cpu = load_file(folder / "model.safetensors"), torch.device("cpu")
+    expected = load_weights(ModelConfig.from_folder(folder), cpu)
+    save_file(stored | {"model.layers.3.eh_proj.weight": torch.ones(3, 4)}, folder / "model.safetensors")
+    found = load_weights(ModelConfig.from_folder(folder), cpu)
+    assert found.keys() == expected.keys()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=r"unexpected tensor 'model\.layers\.3\.eh_proj\.weight'"):
+        load_weights(ModelConfig.from_folder(folder), cpu)
+
+
+def test_the_bias_of_a_choice_keeps_every_bit(tmp_path: Path) -> None:
+    folder = make_checkpoint("glm4-moe", tmp_path)
+    stored = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    held = load_weights(ModelConfig.from_folder(folder, dtype="bfloat16"), torch.device("cpu"))
+    assert torch.equal(held["layers.1.router.bias"], stored)
+    assert not torch.equal(stored.bfloat16().float(), stored)
+
+
 def test_weights_are_converted(llama: Path) -> None:
     weights = load_weights(ModelConfig.from_folder(llama, dtype="bfloat16"), torch.device("cpu"))
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}

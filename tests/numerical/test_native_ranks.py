@@ -49,7 +49,7 @@ def generate(
     return tokens
 
 
-@pytest.mark.parametrize("family", ["llama-9-heads", "gemma3"])
+@pytest.mark.parametrize("family", ["llama-9-heads", "gemma3", "glm4-moe"])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_sums_in_many_pieces_are_the_same(
     tmp_path: Path, is_shared: bool, family: str, monkeypatch: pytest.MonkeyPatch

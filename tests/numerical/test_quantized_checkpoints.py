@@ -91,7 +91,7 @@ def make(form: Form, tmp_path: Path, family: str = "llama-llama3-rope") -> tuple
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("family", ["llama-llama3-rope", "mixtral", "phi3-longrope", "qwen2"])
+@pytest.mark.parametrize("family", ["llama-llama3-rope", "mixtral", "glm4-moe", "phi3-longrope", "qwen2"])
 def test_weights_are_what_the_format_says(form: Form, family: str, tmp_path: Path) -> None:
     quantized, plain = make(form, tmp_path, family)
     config = ModelConfig.from_folder(quantized, dtype="float32")

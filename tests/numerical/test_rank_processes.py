@@ -41,6 +41,7 @@ GROUPS = {
     "pp2": ("llama-9-heads", 1, 2),
     "pp2-by-torch": ("llama-heads-of-24", 1, 2),
     "pp2-of-experts": ("qwen3-moe", 1, 2),
+    "tp2-of-shared-experts": ("glm4-moe", 2, 1),
 }
 
 

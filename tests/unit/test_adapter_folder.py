@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 from shoal_replica.adapter import PAGE_BYTES, adapter_bytes
 from shoal_replica.adapter_folder import MAX_RANK, read_adapter, read_adapters
 from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.moe_config import MoeConfig
 
 MODEL = make_model(hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_size=8)
 HIDDEN, INNER = MODEL.hidden_size, MODEL.intermediate_size
@@ -109,6 +111,21 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, shapes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_adapter("a", write(tmp_path, shapes), MODEL)
+
+
+@pytest.mark.parametrize("part", ["gate", "experts.0.up_proj", "shared_experts.up_proj"])
+def test_mixtures_of_experts_cannot_be_adapted(tmp_path: Path, part: str) -> None:
+    moe = MoeConfig(
+        num_experts=4,
+        num_experts_per_token=2,
+        intermediate_size=INNER,
+        renormalize=True,
+        layers=(1,),
+        shared_size=INNER,
+    )
+    folder = write(tmp_path, stored(f"model.layers.1.mlp.{part}", 4, HIDDEN, INNER))
+    with pytest.raises(ConfigError, match=rf"{part}.* adapts nothing that can be adapted here"):
+        read_adapter("a", folder, replace(MODEL, moe=moe))
 
 
 def test_factors_of_another_kind_of_number_are_refused(tmp_path: Path) -> None:

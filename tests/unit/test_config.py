@@ -110,6 +110,24 @@ class TestModelConfig:
         granite = ModelConfig.from_folder(write(tmp_path, architectures=["GraniteMoeForCausalLM"], **experts))
         assert granite.moe is not None
         assert (granite.moe.router, granite.embedding_scale) == ("router.layer", 2.0)
+        experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
+        glm = ModelConfig.from_folder(
+            write(tmp_path, architectures=["Glm4MoeForCausalLM"], routed_scaling_factor=2.5, **experts)
+        )
+        assert glm.moe == MoeConfig(
+            num_experts=8, num_experts_per_token=2, intermediate_size=32, renormalize=True, layers=(1,),
+            scores="sigmoid", scale=2.5, router_bias="gate.e_score_correction_bias", shared_size=64,
+        )  # fmt: skip
+        assert (glm.rotary_size, glm.rms_norm_eps, glm.qk_norm, glm.num_extra_layers) == (8, 1e-5, False, 0)
+        dots = ModelConfig.from_folder(write(tmp_path, architectures=["Dots1ForCausalLM"], **experts))
+        assert dots.moe is not None
+        assert (dots.moe.renormalize, dots.moe.layers, dots.qk_norm, dots.rotary_size) == (False, (0, 1), True, None)
+        assert dots.sliding_window is None  # all layers come before the first that has one
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
+        minimax = ModelConfig.from_folder(write(tmp_path, architectures=["MiniMaxM2ForCausalLM"], **experts))
+        assert minimax.moe is not None
+        assert (minimax.moe.scores, minimax.moe.router_bias) == ("sigmoid", "e_score_correction_bias")
+        assert (minimax.qk_norm_spans_heads, minimax.rotary_size, minimax.moe.shared_size) == (True, 8, 0)
         phi = ModelConfig.from_folder(write(tmp_path, architectures=["Phi3ForCausalLM"], partial_rotary_factor=0.75))
         assert (phi.has_packed_projections, phi.rotary_size, phi.head_size) == (True, 12, 16)
         assert not any((phi.qkv_bias, phi.output_bias, phi.mlp_bias, phi.qk_norm))
@@ -298,7 +316,7 @@ class TestModelConfig:
         [
             (
                 {"architectures": ["GPT2LMHeadModel"]},
-                "architecture 'GPT2LMHeadModel' is not one of Exaone4ForCausalLM, Gemma3ForCausalLM, ",
+                "architecture 'GPT2LMHeadModel' is not one of Dots1ForCausalLM, Exaone4ForCausalLM, ",
             ),
             ({"architectures": None}, "architecture '?' is not one of"),
             ({"architectures": []}, "architecture '?' is not one of"),
@@ -370,6 +388,15 @@ class TestModelConfig:
                 {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
                 | {"hidden_act": "gelu_pytorch_tanh"},
                 "hidden_act 'gelu_pytorch_tanh' is not supported in experts, only 'silu'",
+            ),
+            (
+                {"architectures": ["Glm4MoeForCausalLM"], "n_group": 8},
+                "n_group in config.json is 8; groups of experts are not supported",
+            ),
+            (
+                {"architectures": ["Dots1ForCausalLM"], "n_routed_experts": 4, "moe_intermediate_size": 32}
+                | {"first_k_dense_replace": -1},
+                "first_k_dense_replace in config.json is -1; must be an integer of at least 0",
             ),
             (
                 {"architectures": ["OlmoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},

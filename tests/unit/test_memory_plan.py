@@ -130,6 +130,18 @@ def test_adapters_take_their_part() -> None:
         )
 
 
+def test_an_mlp_beside_the_experts_counts() -> None:
+    moe = MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=1024, renormalize=True, layers=(0, 1))
+    plain = replace(EIGHT_B, num_layers=2, moe=moe)
+    shared = replace(plain, moe=replace(moe, shared_size=2048))
+    more = 2 * 3 * 2048 * plain.hidden_size
+    assert shared.num_parameters - plain.num_parameters == more
+    for size in (1, 4):
+        ranks = [make_shard(model, ParallelConfig(tensor_parallel_size=size), 0) for model in (plain, shared)]
+        held = [shard_weight_bytes(model, rank) for model, rank in zip((plain, shared), ranks, strict=True)]
+        assert held[1] - held[0] == more * 2 // size
+
+
 def test_experts_need_memory_to_be_loaded() -> None:
     """All of a layer at once, and once more as integers, beside the weights but not beside the blocks."""
     moe = MoeConfig(num_experts=64, num_experts_per_token=2, intermediate_size=1024, renormalize=True, layers=(0, 1))

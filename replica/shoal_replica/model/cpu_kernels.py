@@ -45,6 +45,7 @@ def choose_kernels(model: ModelConfig, cache: CacheConfig, parallel: ParallelCon
             head_size=model.head_size,
             block_size=cache.block_size,
             expert_size=model.moe.intermediate_size if model.moe else 0,
+            shared_size=len(shard.shared_mlp),
         )
         if reason is not None:
             return CpuKernels("", f"for the native kernels {reason}")

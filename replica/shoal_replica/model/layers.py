@@ -120,12 +120,14 @@ class Mlp:
 
 
 class Experts:
-    """A mixture of gated MLPs: every rank routes all tokens and computes the experts that it holds. No
-    adapter changes it.
+    """A mixture of gated MLPs: every rank routes all tokens and computes the experts that it holds; and its columns of
+    the one that all tokens pass through, if there is one. No adapter changes it.
     """
 
     def __init__(self, moe: MoeConfig, shard: Shard, group: ParallelGroup, weights: Weights, prefix: str) -> None:
-        self.router = Linear(weights, f"{prefix}router")
+        self.router = weights[f"{prefix}router.weight"]
+        self.router_bias = weights.get(f"{prefix}router.bias")
+        self.shared = Mlp("silu", group, weights, f"{prefix}shared_mlp.") if moe.shared_size else None
         self.moe = moe
         self.first = shard.experts.start
         self.group = group
@@ -134,8 +136,12 @@ class Experts:
         self.down = weights[f"{prefix}experts.down_proj.weight"].view(len(shard.experts), -1, moe.intermediate_size)
 
     def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        chosen, ids = ops.select_experts(self.router(x), self.moe.num_experts_per_token, self.moe.renormalize)
-        return self.group.all_reduce(ops.apply_experts(x, self.gate_up, self.down, chosen, ids, self.first))
+        moe, logits = self.moe, ops.linear(x, self.router, None)
+        chosen, ids = ops.select_experts(
+            logits, moe.num_experts_per_token, moe.renormalize, moe.scores, self.router_bias, moe.scale
+        )
+        made = self.group.all_reduce(ops.apply_experts(x, self.gate_up, self.down, chosen, ids, self.first))
+        return made if self.shared is None else made + self.shared(x)
 
 
 class DecoderLayer:

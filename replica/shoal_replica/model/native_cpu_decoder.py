@@ -187,4 +187,7 @@ def _experts(model: ModelConfig, shard: Shard) -> ExpertShape | None:
         renormalize=moe.renormalize,
         layers=moe.layers,
         held=shard.experts,
+        scores=moe.scores,
+        scale=moe.scale,
+        shared_size=len(shard.shared_mlp),
     )

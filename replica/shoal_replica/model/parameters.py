@@ -39,12 +39,13 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A packed parameter: pieces with the same number of columns, stacked on top of each other; if ``adds_one``, each
-    value plus one, in float32.
+    value plus one. It is in float32 then, and if ``is_exact``.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     adds_one: bool = False
+    is_exact: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,8 +96,8 @@ def _attention(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parame
         yield _norm(f"{prefix}{norm}.weight", f"{stored}{stored_norm}.weight", hidden, config)
     if config.qk_norm:
         for norm, num_heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
-            size = head * num_heads if config.qk_norm_spans_heads else head
-            yield _norm(f"{prefix}{norm}.weight", f"{stored}self_attn.{norm}.weight", size, config)
+            normed = range(num_heads if config.qk_norm_spans_heads else 1)
+            yield _head_norm(f"{prefix}{norm}.weight", f"{stored}self_attn.{norm}.weight", normed, config)
     num_q, num_kv = config.num_heads * head, config.num_kv_heads * head
     query, everything = range(shard.heads.start * head, shard.heads.stop * head), range(hidden)
     if config.has_packed_projections:
@@ -139,28 +140,46 @@ def _rotated_rows(config: ModelConfig, heads: range, first: int = 0) -> tuple[ra
 
 
 def _mlp(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
-    hidden, inner = config.hidden_size, config.intermediate_size
     prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.mlp."
-    if config.has_packed_projections:
-        rows = (shard.mlp, range(inner + shard.mlp.start, inner + shard.mlp.stop))
-        gate_up: tuple[_Linear, ...] = (_Linear(f"{stored}gate_up_proj", 2 * inner, hidden, rows, range(hidden)),)
-    else:
-        gate_up = tuple(
-            _Linear(f"{stored}{name}", inner, hidden, (shard.mlp,), range(hidden)) for name in ("gate_proj", "up_proj")
-        )
+    names = ("gate_up_proj", "down_proj") if config.has_packed_projections else ("gate_proj", "up_proj", "down_proj")
+    gate_up, down = _gated(config.hidden_size, config.intermediate_size, shard.mlp, stored, names)
     yield from _packed(f"{prefix}gate_up_proj", gate_up, config.mlp_bias)
-    down = _Linear(f"{stored}down_proj", hidden, inner, (range(hidden),), shard.mlp)
     yield from _packed(f"{prefix}down_proj", (down,), config.mlp_bias and shard.tensor_rank == 0)
 
 
+def _gated(
+    hidden: int, inner: int, columns: range, stored: str, names: tuple[str, ...]
+) -> tuple[tuple[_Linear, ...], _Linear]:
+    """The projections of a gated MLP of ``inner`` columns, of which a rank has some: gate and up, under one name or
+    two, and down, the last one.
+    """
+    *first, last = names
+    if len(first) == 1:
+        rows = (columns, range(inner + columns.start, inner + columns.stop))
+        gate_up: tuple[_Linear, ...] = (_Linear(f"{stored}{first[0]}", 2 * inner, hidden, rows, range(hidden)),)
+    else:
+        gate_up = tuple(_Linear(f"{stored}{name}", inner, hidden, (columns,), range(hidden)) for name in first)
+    return gate_up, _Linear(f"{stored}{last}", hidden, inner, (range(hidden),), columns)
+
+
 def _experts(config: ModelConfig, shard: Shard, layer: int) -> Iterator[Parameter]:
-    """The whole router; then of this rank's experts all gate and up projections, expert by expert, then all downs."""
+    """The whole router, and the MLP for all tokens; then of this rank's experts all gate and up projections, expert by
+    expert, then all downs.
+    """
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     prefix, stored = f"layers.{layer}.", f"model.layers.{layer}.{moe.stored_in}."
     inner = moe.intermediate_size
     router = _Linear(f"{stored}{moe.router}", moe.num_experts, hidden, (range(moe.num_experts),), range(hidden))
     yield from _packed(f"{prefix}router", (router,), False)
+    if moe.router_bias:
+        piece = Piece(f"{stored}{moe.router_bias}", (moe.num_experts,), range(moe.num_experts), None)
+        yield Parameter(f"{prefix}router.bias", (piece,), is_exact=True)
+    if moe.shared_size:
+        shared = f"model.layers.{layer}.{moe.shared_in}."
+        gate_up, one_down = _gated(hidden, moe.shared_size, shard.shared_mlp, shared, moe.shared_projections)
+        yield from _packed(f"{prefix}shared_mlp.gate_up_proj", gate_up, False)
+        yield from _packed(f"{prefix}shared_mlp.down_proj", (one_down,), False)
     if moe.stacked is not None:
         gate_up_name, down_name = moe.stacked
         yield _matrices(f"{prefix}experts.gate_up_proj.weight", stored + gate_up_name, shard, moe, (2 * inner, hidden))
@@ -194,6 +213,13 @@ def _packed(name: str, linears: tuple[_Linear, ...], has_bias: bool) -> Iterator
 
 def _norm(name: str, stored: str, size: int, config: ModelConfig) -> Parameter:
     return Parameter(name, (Piece(stored, (size,), range(size), None),), config.has_offset_norms)
+
+
+def _head_norm(name: str, stored: str, heads: range, config: ModelConfig) -> Parameter:
+    """Of one head, or of all together: in the order of their rows."""
+    shape = (len(heads) * config.head_size,)
+    pieces = tuple(Piece(stored, shape, rows, None) for rows in _rotated_rows(config, heads))
+    return Parameter(name, pieces, config.has_offset_norms)
 
 
 def _table(name: str, stored: str, config: ModelConfig, shard: Shard) -> Parameter:

@@ -38,7 +38,8 @@ def stream_weights(
     config: ModelConfig, device: torch.device, shard: Shard | None = None, *, lends_file: bool = False
 ) -> Iterator[tuple[str, Tensor | IntegerWeight]]:
     """The parameters of a rank with their packed names (see ``parameters``), in the config's dtype, on ``device``; or
-    as integers, in host memory, where the checkpoint has them quantized; or in float32, where it has them less one.
+    as integers, in host memory, where the checkpoint has them quantized; or in float32, where it has them less one, or
+    every bit counts.
 
     Each is read when the iterator reaches it, and only the rank's pieces of it, so that a caller that repacks them
     never holds two models. Of tied tables the second follows the first, and is the same tensor.
@@ -67,8 +68,8 @@ def stream_weights(
             if isinstance(first, IntegerWeight) and all(is_quantized(piece.name, stored) for piece in parameter.pieces):
                 rest = [cast(IntegerWeight, read(piece)) for piece in parameter.pieces[1:]]
                 packed = joined([first, *rest])
-            elif parameter.adds_one:
-                packed = _widened(first).to(device, torch.float32) + 1.0
+            elif parameter.adds_one or parameter.is_exact:
+                packed = _widened(first).to(device, torch.float32) + float(parameter.adds_one)
             elif lends_file and len(parameter.pieces) == 1 and _is_ready(plain := _widened(first), dtype, device):
                 packed = plain
             else:
@@ -124,7 +125,12 @@ def _is_ready(view: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor follows from the rest: some checkpoints store rotary frequencies, or a tied embedding twice."""
+    """Whether a tensor is not needed: some checkpoints store rotary frequencies, a tied embedding twice, or layers
+    behind the last.
+    """
+    first, end = config.num_layers, config.num_layers + config.num_extra_layers
+    if any(name.startswith(f"model.layers.{layer}.") for layer in range(first, end)):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and matrix_of(name) == HEAD)
 
 

@@ -526,6 +526,11 @@ def test_the_anthropic_client(cluster: LiveCluster):
     asked["messages"] = [*asked["messages"], called.to_param(), {"role": "user", "content": [result]}]
     answer = client.messages.create(**asked, tool_choice={"type": "none"}, **greedy)
     assert answer.content[0].text
+    counted = client.messages.count_tokens(
+        **{key: asked[key] for key in ("model", "system", "messages", "tools")}, tool_choice={"type": "auto"}
+    )
+    once = client.messages.create(**asked | {"max_tokens": 1}, **greedy)
+    assert counted.input_tokens == once.usage.input_tokens + once.usage.cache_read_input_tokens
     with pytest.raises(anthropic.BadRequestError, match="leaves one to generate"):
         client.messages.create(**asked | {"messages": [{"role": "user", "content": "sea " * 9000}]})
 

@@ -11,7 +11,7 @@ import pytest
 from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
-from shoal_cluster.serve.http.stream import report
+from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.logs import ROOTS, LineFormatter, fields, log_call, set_up_logs

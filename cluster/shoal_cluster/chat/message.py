@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,6 @@ class Message:
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
         return sum(map(len, (self.role, self.content, self.reasoning, self.name, self.tool_call_id))) + calls
 
-    def joined(self, more: Message) -> Message:
-        """This turn and ``more``, of the same role, as one."""
-        content = "\n".join(filter(None, (self.content, more.content)))
-        reasoning = "\n".join(filter(None, (self.reasoning, more.reasoning)))
-        return Message(self.role, content, (*self.tool_calls, *more.tool_calls), reasoning=reasoning)
-
     def turn(self) -> dict[str, Any]:
         """As chat templates read it. What it has not is left out, for some templates only ask whether it is there."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
@@ -49,3 +44,14 @@ class Message:
             if text := getattr(self, key):
                 turn[key] = text
         return turn
+
+
+def as_one(turns: Sequence[Message]) -> Message:
+    """Turns of one role, at least one, as a single turn."""
+    if len(turns) == 1:
+        return turns[0]
+    content = "\n".join(turn.content for turn in turns if turn.content)
+    reasoning = "\n".join(turn.reasoning for turn in turns if turn.reasoning)
+    return Message(
+        turns[0].role, content, tuple(call for turn in turns for call in turn.tool_calls), reasoning=reasoning
+    )

@@ -13,7 +13,7 @@ from shoal_replica.errors import InvalidArgument
 MAX_TOOLS = 128
 MAX_LENGTH = 262_144  # characters of all definitions together, and of what else goes to the template
 MAX_DEPTH = 64  # of nested objects and lists in these: some templates indent them
-NAME_PATTERN = r"[a-zA-Z0-9_.-]{1,64}"
+NAME_PATTERN = r"[a-zA-Z0-9_.-]{1,128}"
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 MODES = (AUTO, NONE, REQUIRED)
 
@@ -113,7 +113,7 @@ class ToolUse:
         return tuple(tool for tool in self.tools if self.named in ("", tool.name))
 
 
-def json_text(where: str, value: Any) -> str:
+def json_text(where: str, value: Any, max_length: float = MAX_LENGTH) -> str:
     """``value`` as JSON. Raises InvalidArgument if it is too deep or too long, or cannot be spelled in UTF-8."""
     if is_deep(value):
         raise InvalidArgument(where, type(value).__name__, f"must be nested at most {MAX_DEPTH} times")
@@ -121,8 +121,8 @@ def json_text(where: str, value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise InvalidArgument(where, None, "must be JSON, which has no NaN and no infinity") from None
-    if len(text) > MAX_LENGTH:
-        raise InvalidArgument(where, f"{len(text)} characters", f"must have at most {MAX_LENGTH}")
+    if len(text) > max_length:
+        raise InvalidArgument(where, f"{len(text)} characters", f"must have at most {max_length}")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
+from functools import reduce
 from typing import Any
 
 import anthropic
@@ -16,11 +18,12 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
-from shoal_cluster.serve.call import Chunk
+from shoal_cluster.serve.call import Chunk, Usage
+from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.messages_answers import Answer
 from shoal_cluster.serve.http.messages_types import MessagesRequest
 from shoal_replica.chat_template import PromptEnd
-from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.errors import DeadlineExceeded, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -32,6 +35,8 @@ WEATHER: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CALLED: dict[str, Any] = {"type": "tool_use", "id": "a", "name": "f"}
+DEEP: dict[str, Any] = reduce(lambda inner, _: {"a": inner}, range(900), {})
 THOUGHT_AND_CALLS = f"<think>Where?</think>Let me see.{CALL}\n{CALL.replace('Paris', 'Rome')}"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -174,8 +179,26 @@ async def test_what_the_system_says(client: anthropic.AsyncAnthropic, core: Fake
 async def test_an_answer_goes_on_with_the_assistants_last_turn(
     client: anthropic.AsyncAnthropic, core: FakeGateway
 ) -> None:
-    await client.messages.create(**ASKED | {"messages": [*HI, {"role": "assistant", "content": "The sea"}]})
-    assert core.calls[-1].prompt_end is PromptEnd.CONTINUED
+    parts = [{"type": "text", "text": "The"}, {"type": "text", "text": " sea"}]
+    for begun in ("The sea", parts):
+        await client.messages.create(**ASKED | {"messages": [*HI, {"role": "assistant", "content": begun}]})
+        assert core.calls[-1].prompt_end is PromptEnd.CONTINUED
+        assert messages_of(core)[-1] == Message("assistant", "The sea")
+
+
+async def test_what_else_clients_send(client: anthropic.AsyncAnthropic, core: FakeGateway) -> None:
+    schema = {"type": "object", "properties": None, "required": None}
+    tool = {"name": f"mcp__server__{'x' * 100}", "input_schema": schema, "cache_control": {"type": "ephemeral"}}
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    more = {"thinking": {"type": "between_tools"}, "context_management": {"edits": []}, "output_format": form}
+    await client.messages.create(**ASKED | {"messages": [{"role": "system", "content": "S"}, *HI]}, extra_body=more)
+    assert messages_of(core) == (Message("system", "S"), Message("user", "hi"))
+    assert core.calls[-1].template_options["enable_thinking"]
+    assert core.calls[-1].sampling_params.structured_output is not None
+    await client.messages.create(**ASKED, tools=[tool], extra_query={"beta": "true"})
+    use = core.calls[-1].tools
+    assert use is not None
+    assert use.tools[0].parameters == {"type": "object"}
 
 
 async def test_how_answers_end(client: anthropic.AsyncAnthropic, core: FakeGateway) -> None:
@@ -277,7 +300,7 @@ async def test_tokens_are_counted(client: anthropic.AsyncAnthropic, core: FakeGa
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
             400,
             "invalid_request_error",
-            "messages.0.content.0.content: got 'image'; only blocks of type 'text'",
+            "messages.0.content.0.content: got 'image'; only parts of text are served",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -292,7 +315,7 @@ async def test_tokens_are_counted(client: anthropic.AsyncAnthropic, core: FakeGa
             "tools.0.input_schema.type: got 'array'; must be 'object'",
         ),
         ({"tools": [WEATHER | {"name": "no name"}]}, 400, "invalid_request_error", "tools.0.name: got 'no name'"),
-        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice: got 'required'; needs tools"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice: got 'any'; needs tools"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "tool"}},
             400,
@@ -302,7 +325,27 @@ async def test_tokens_are_counted(client: anthropic.AsyncAnthropic, core: FakeGa
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences: got"),
         ({"temperature": -1}, 400, "invalid_request_error", "temperature: got -1"),
         ({"mcp_servers": [{"name": "x"}]}, 400, "invalid_request_error", "mcp_servers: got [{'name': 'x'}]; is not"),
-        ({"system": [{"type": "image"}]}, 400, "invalid_request_error", "system: got 'image'; only blocks of type"),
+        ({"system": [{"type": "image"}]}, 400, "invalid_request_error", "system: got 'image'; only parts of text"),
+        ({"messages": [], "system": "x"}, 400, "invalid_request_error", "messages: got []; must have at least one"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": "x"}, {"role": "user", "content": []}]},
+            400,
+            "invalid_request_error",
+            "messages.2.content: got []; must not be empty",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [CALLED | {"input": {"a": "\ud83d"}}]}]},
+            400,
+            "invalid_request_error",
+            "messages.1.content.0.input: got '{",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [CALLED | {"input": DEEP}]}]},
+            400,
+            "invalid_request_error",
+            "messages.1.content.0.input: got 'dict'; must be nested at most",
+        ),
+        ({"thread": {"type": "continue"}}, 400, "invalid_request_error", "thread: got {'type': 'continue'}; is not"),
         ({"model": "other"}, 404, "not_found_error", "'other' is not served here"),
         (
             {"messages": [{"role": "user", "content": "x" * MAX_MODEL_LEN}]},
@@ -316,7 +359,8 @@ async def test_tokens_are_counted(client: anthropic.AsyncAnthropic, core: FakeGa
 async def test_bad_input_has_anthropics_error_body(
     http: httpx.AsyncClient, core: FakeGateway, body: dict[str, Any], status: int, kind: str, said: str
 ) -> None:
-    answer = await http.post(MESSAGES, json=ASKED | body)
+    content = json.dumps(ASKED | body)  # in ASCII, which can spell what UTF-8 cannot
+    answer = await http.post(MESSAGES, content=content, headers={"content-type": "application/json"})
     told = answer.json()
     assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), told
     assert said in told["error"]["message"]
@@ -375,6 +419,22 @@ async def test_a_client_that_goes_away_closes_the_cores_stream(http: httpx.Async
     await until(lambda: core.num_closed_early == 1)
 
 
+async def test_the_key_of_this_api_goes_first(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    core.api_keys = {"alice": "sk-a"}
+    both = {"x-api-key": "sk-a", "authorization": "Bearer other"}
+    assert (await http.post(MESSAGES, json=ASKED, headers=both)).status_code == 200
+    assert (await http.get("/v1/models", headers=both)).status_code == 401
+    assert (await http.get("/v1/models", headers={"x-api-key": "sk-a"})).status_code == 200
+
+
+async def test_a_refused_request_id_is_not_told_again(http: httpx.AsyncClient) -> None:
+    answer = await http.post(MESSAGES, json=ASKED, headers={"x-request-id": "a b"})
+    told = answer.json()
+    assert (answer.status_code, told["error"]["type"]) == (400, "invalid_request_error")
+    assert told["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert told["request_id"] not in ("", "a b")
+
+
 @pytest.mark.parametrize("header", ["x-api-key", "authorization"])
 async def test_keys_come_in_either_header(http: httpx.AsyncClient, core: FakeGateway, header: str) -> None:
     core.api_keys = {"alice": "sk-a"}
@@ -388,13 +448,76 @@ async def test_keys_come_in_either_header(http: httpx.AsyncClient, core: FakeGat
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [("", {}), ('{"a": 1}', {"a": 1}), ('{"a": 1', {"INVALID_JSON": '{"a": 1'}), ("[1]", {"INVALID_JSON": "[1]"})],
+    [
+        ("", {}),
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": 1', None),
+        ("[1]", None),
+        ('{"a": NaN}', None),
+        ('{"a": 1e999}', None),
+        ('{"a": "\\ud83d"}', None),
+        ("[" * 5000, None),
+    ],
+    ids=lambda value: str(value)[:20],
 )
-async def test_arguments_that_are_no_object(arguments: str, told: dict[str, Any]) -> None:
-    """A call that was cut is told as far as it came, in an object, which clients rely on."""
-    answer = Answer(MessagesRequest(**ASKED), "id", MODEL)
+async def test_arguments_that_are_no_object(arguments: str, told: dict[str, Any] | None) -> None:
+    """A call that was cut, or that JSON cannot spell, is told as it came, in an object, which clients rely on."""
+    told = {"INVALID_JSON": arguments} if told is None else told
+    answer = Answer(MessagesRequest(**ASKED), "id", MODEL, MAX_MODEL_LEN)
     answer.take(Chunk(index=0, tool_calls=(CallPiece(0, "", "c", "f"), CallPiece(0, arguments))))
     answer.take(Chunk(index=0, finish_reason=FinishReason.LENGTH))
-    body = answer.body()
-    assert body["content"] == [{"type": "tool_use", "input": told, "id": "c", "name": "f"}]
-    assert body["stop_reason"] == "model_context_window_exceeded"
+    assert answer.body()["content"] == [{"type": "tool_use", "input": told, "id": "c", "name": "f"}]
+    encode(answer.body())
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_output", "told"),
+    [
+        (MAX_MODEL_LEN - 9, 9, "model_context_window_exceeded"),
+        (MAX_MODEL_LEN - 64, 64, "max_tokens"),
+        (10, 3, "max_tokens"),  # a structured answer that cannot be completed
+    ],
+)
+async def test_why_an_answer_was_cut(num_prompt: int, num_output: int, told: str) -> None:
+    usage = Usage(
+        num_prompt_tokens=num_prompt, num_cached_tokens=0, num_output_tokens=num_output, replica_id="r", ttft_s=0.0
+    )
+    answer = Answer(MessagesRequest(**ASKED), "id", MODEL, MAX_MODEL_LEN)
+    answer.take(Chunk(index=0, finish_reason=FinishReason.LENGTH, usage=usage))
+    assert answer.body()["stop_reason"] == told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error_after", [0, 2])
+async def test_errors_of_the_core_name_this_apis_fields(
+    http: httpx.AsyncClient, core: FakeGateway, stream: bool, error_after: int
+) -> None:
+    core.error, core.error_after = InvalidArgument("structured_output", "x", "must be another"), error_after
+    text = (await http.post(MESSAGES, json=ASKED | {"stream": stream})).text
+    assert "output_config.format: got 'x'; must be another" in text
+    assert "structured_output" not in text
+
+
+@pytest.mark.parametrize("kind", ["text", "tool_use", "turns"])
+async def test_many_parts_take_no_longer_each(kind: str) -> None:
+    """Ten times as many would take a hundred times as long if each were joined to all before it."""
+    parts = {
+        "text": {"type": "text", "text": "x"},
+        "tool_use": {"type": "tool_use", "id": "a", "name": "f", "input": {}},
+    }
+
+    def body(number: int) -> MessagesRequest:
+        if kind == "turns":
+            return MessagesRequest(**ASKED | {"messages": [{"role": "user", "content": "x"}] * number})
+        role = "user" if kind == "text" else "assistant"
+        return MessagesRequest(**ASKED | {"messages": [*HI, {"role": role, "content": [parts[kind]] * number}]})
+
+    def took(number: int) -> float:
+        asked, times = body(number), []
+        for _ in range(3):
+            started = time.process_time()
+            asked.to_calls("id")
+            times.append(time.process_time() - started)
+        return min(times)
+
+    assert took(20_000) < 40 * took(2_000)

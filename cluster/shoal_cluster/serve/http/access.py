@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal_cluster.serve.call import GatewayCore
-from shoal_cluster.serve.http.errors import error_response
+from shoal_cluster.serve.http.errors import error_response, is_anthropic
 from shoal_replica.errors import Unauthenticated
 
 OPEN_PATHS = frozenset({"/healthz", "/health"})  # probes have no keys
@@ -32,8 +32,8 @@ class KeyCheck:
             tenant = None
             if scope["path"] not in OPEN_PATHS:
                 headers = Headers(scope=scope)
-                given = headers.get("authorization")
-                if given is None and (key := headers.get("x-api-key")) is not None:  # as Anthropic's clients send it
+                given, key = headers.get("authorization"), headers.get("x-api-key")
+                if key is not None and (given is None or is_anthropic(scope["path"])):  # whose clients send it so
                     given = f"{BEARER} {key}"
                 try:
                     tenant = self._core.authenticate(given)

@@ -19,12 +19,13 @@ from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.call import GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http.access import KeyCheck
+from shoal_cluster.serve.http.encoding import Json, encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response, http_error, invalid_body, report_response
 from shoal_cluster.serve.http.messages_answers import MessagesAnswers
 from shoal_cluster.serve.http.messages_types import MessagesRequest
-from shoal_cluster.serve.http.openai_answers import ChoiceAnswers, encode
+from shoal_cluster.serve.http.openai_answers import ChoiceAnswers
 from shoal_cluster.serve.http.openai_chat import ChatRequest
-from shoal_cluster.serve.http.openai_shapes import ChatShape, CompletionShape, Json
+from shoal_cluster.serve.http.openai_shapes import ChatShape, CompletionShape
 from shoal_cluster.serve.http.openai_tools import NamedChoice
 from shoal_cluster.serve.http.openai_types import CompletionRequest
 from shoal_cluster.serve.http.responses_answers import ResponsesAnswers
@@ -34,7 +35,6 @@ from shoal_cluster.serve.http.tokens import tokens_router
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.request_id import another_id
 from shoal_cluster.serve.trace_context import trace_context
-from shoal_replica.errors import ShoalError
 
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -99,7 +99,7 @@ def build_http_app(
     app.add_middleware(KeyCheck, core=core, refuse=refuse_unread)
     app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)  # around the other
     if cors_origins:  # around both: a browser asks first, without a key
-        told = ("x-request-id", "retry-after")
+        told = ("x-request-id", "request-id", "retry-after")
         allowed: Any = {"allow_origins": tuple(cors_origins), "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
         app.add_middleware(CORSMiddleware, **allowed, expose_headers=told)
 
@@ -189,13 +189,13 @@ async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers
         trace, tenant = trace_context(request.headers), request.state.tenant
         tenant = request.headers.get(TENANT_HEADER) if tenant is None else tenant
         calls = [replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant) for call in calls]
-    except ShoalError as error:
+    except Exception as error:
         core.refuse_unread()
         return error_response(body.in_its_words(error), request_id, path)
     try:
         model = core.model_card(body.model).name
         if body.stream:
-            return EventStream(answers.events(core, calls, body, request_id, model), request_id)
+            return EventStream(answers.events(core, calls, body, request_id, model), request_id, body.in_its_words)
         answer = answers.whole(core, calls, body, request_id, model)
         return Response(encode(await until_disconnect(request.receive, answer)), media_type="application/json")
     except ClientDisconnect:

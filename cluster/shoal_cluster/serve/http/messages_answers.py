@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
+
+import msgspec
 
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.messages_types import MessagesRequest
-from shoal_cluster.serve.http.openai_answers import encode
-from shoal_cluster.serve.http.openai_shapes import Json
 from shoal_replica.request import FinishReason
 
 MESSAGE_ID = "msg_"
@@ -28,8 +28,10 @@ GROWTH = {
 class Answer:
     """One message as it comes into being. ``take`` returns the events of a chunk; ``body`` is the whole so far."""
 
-    def __init__(self, body: MessagesRequest, request_id: str, model: str) -> None:
+    def __init__(self, body: MessagesRequest, request_id: str, model: str, max_model_len: int) -> None:
         self._max_tokens = body.max_tokens
+        self._max_model_len = max_model_len
+        self._num_tokens = 0  # of prompt and answer, once these are known
         self._head: Json = {"id": MESSAGE_ID + request_id, "type": "message", "role": "assistant", "model": model}
         self._blocks: list[Json] = []
         self._text: list[str] = []  # of the last block, while it is open
@@ -55,6 +57,7 @@ class Answer:
             events += self._call(piece)
         if chunk.usage is not None:
             self._usage = _usage_body(chunk.usage)
+            self._num_tokens = chunk.usage.num_prompt_tokens + chunk.usage.num_output_tokens
         if chunk.finish_reason is not None:
             events += self._close()
             self._end = self._ended(chunk)
@@ -92,11 +95,15 @@ class Answer:
         block, text = self._blocks[-1], "".join(self._text)
         block[GROWTH[block["type"]][1]] = _object(text) if block["type"] == "tool_use" else text
         self._text = []
-        return _event("content_block_stop", index=len(self._blocks) - 1)
+        index, events = len(self._blocks) - 1, b""
+        if block["type"] == "thinking":
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            events = _event("content_block_delta", index=index, delta=signature)
+        return events + _event("content_block_stop", index=index)
 
     def _ended(self, chunk: Chunk) -> Json:
         if chunk.finish_reason is FinishReason.LENGTH:
-            is_full = self._usage["output_tokens"] < self._max_tokens  # the model's context, before that
+            is_full = self._num_tokens >= self._max_model_len and self._usage["output_tokens"] < self._max_tokens
             return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
         if isinstance(chunk.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
@@ -111,7 +118,7 @@ class MessagesAnswers:
         self, core: GatewayCore, calls: Sequence[GenerateCall], body: MessagesRequest, request_id: str, model: str
     ) -> Json:
         """Run the call to its end and return the message."""
-        answer = Answer(body, request_id, model)
+        answer = Answer(body, request_id, model, core.model_card(body.model).max_model_len)
         async with open_merged_chunks(core, calls) as chunks:
             async for _, chunk in chunks:
                 answer.take(chunk)
@@ -121,28 +128,28 @@ class MessagesAnswers:
         self, core: GatewayCore, calls: Sequence[GenerateCall], body: MessagesRequest, request_id: str, model: str
     ) -> AsyncGenerator[bytes, None]:
         """Run the call; yields server-sent events as chunks come. Closing the generator cancels it."""
-        answer = Answer(body, request_id, model)
-        has_begun = False
+        answer = Answer(body, request_id, model, core.model_card(body.model).max_model_len)
+        begin = answer.begin()  # told with the first chunk, so that an error before it has a status of its own
         try:
             async with open_merged_chunks(core, calls) as chunks:
                 async for _, chunk in chunks:
-                    events = b"" if has_begun else answer.begin()
-                    has_begun = True
-                    if events := events + answer.take(chunk):
+                    if events := begin + answer.take(chunk):
+                        begin = b""
                         yield events
         except Exception as error:
-            if not has_begun:
+            if begin:
                 raise
-            yield _event("error", **report(error, request_id).anthropic_body(request_id))
+            told = report(body.in_its_words(error), request_id)
+            yield event(told.anthropic_body(request_id), "error")
             return
-        yield answer.end()
+        yield begin + answer.end()
 
 
 def _object(arguments: str) -> Json:
-    """A call's arguments, where they are an object."""
+    """A call's arguments, where they are an object that can be told."""
     try:
-        given = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        given = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         given = None
     return given if isinstance(given, dict) else {INVALID_JSON: arguments}
 
@@ -158,4 +165,4 @@ def _usage_body(usage: Usage) -> Json:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind} | fields) + b"\n\n"
+    return event({"type": kind} | fields, kind)

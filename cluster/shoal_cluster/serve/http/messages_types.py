@@ -1,24 +1,25 @@
 """The bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, and the call that they become.
 
 https://platform.claude.com/docs/en/api/messages. Prefixes are cached without being asked for, so `cache_control` is
-ignored, as all unknown fields are. Where the conversation ends with the assistant's turn, the answer goes on with it.
-vLLM's extra fields are chat_template_kwargs, priority and cache_salt. What would change the answer but is not supported
-here is refused.
+ignored, as all unknown fields are, and so is whether a result is an error, of which templates know nothing. Where the
+conversation ends with the assistant's turn, the answer goes on with it. vLLM's extra fields are chat_template_kwargs,
+priority and cache_salt. What would change the answer but is not supported here is refused.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shoal_cluster.chat.message import Message
-from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.chat.message import Message, as_one
+from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse, json_text
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import GenerateCall, Prompt
-from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
+from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, TextPart, Unsupported, instead_of_null, text_of
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import SamplingParams
@@ -30,15 +31,11 @@ MODES = {"auto": AUTO, "any": REQUIRED, "tool": REQUIRED, "none": NONE}
 # Some agents begin the system prompt with such a line, another one in each request: no prefix would ever be reused.
 BILLING = "x-anthropic-billing-header:"
 TEXTS_ONLY = "only text, thinking, tool_use and tool_result are served"
-WORDS = {"stop": "stop_sequences", "structured_output": "output_config.format"}  # fields of calls, as bodies have them
+# Fields of calls, as bodies have them.
+WORDS = {"stop": "stop_sequences", "structured_output": "output_config.format", "continue_final_message": "messages"}
 
 
-class TextBlock(Body):
-    type: Text
-    text: Text = ""
-
-
-class Block(TextBlock):
+class Block(TextPart):
     """A part of a turn: text, thinking, a call, or the result of one."""
 
     thinking: Text = ""
@@ -46,36 +43,54 @@ class Block(TextBlock):
     name: TextOrNull = ""
     input: dict[str, Any] | None = None
     tool_use_id: TextOrNull = ""
-    content: Text | list[TextBlock] | None = None
+    content: Text | list[TextPart] | None = None
 
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: Text | list[Block]
 
-    def messages(self, where: str) -> Iterator[Message]:
-        """What it says, in order: results of calls are messages of their own. Raises InvalidArgument."""
-        blocks = [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-        for number, block in enumerate(blocks):
-            place = where if isinstance(self.content, str) else f"{where}.{number}"
+    def messages(self, where: str, *, is_first: bool) -> Iterator[Message]:
+        """What it says, in order: results of calls are messages of their own. Templates know a system message only
+        where a chat begins; one within is told in its place, as the user's. Raises InvalidArgument.
+        """
+        if isinstance(self.content, str):
+            yield Message(USER if self.role == SYSTEM and not is_first else self.role, self.content)
+            return
+        places = [(f"{where}.{number}", block) for number, block in enumerate(self.content)]
+        if self.role == ASSISTANT:
+            yield self._answer(places)
+            return
+        if not places:
+            raise InvalidArgument(where, [], "must not be empty")
+        for place, block in places:
             if block.type == "text":
-                yield Message(self._role, block.text)
+                yield Message(USER if self.role == SYSTEM and not is_first else self.role, block.text)
             elif block.type == "tool_result" and self.role == USER:
-                yield Message(TOOL, _text(f"{place}.content", block.content or ""), tool_call_id=block.tool_use_id)
-            elif block.type == "tool_use" and self.role == ASSISTANT:
+                text = text_of(f"{place}.content", block.content or "", separator="\n")
+                yield Message(TOOL, text, tool_call_id=block.tool_use_id)
+            else:
+                raise _misplaced(place, block)
+
+    def _answer(self, places: list[tuple[str, Block]]) -> Message:
+        """The assistant's: texts are parts of one."""
+        texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+        for place, block in places:
+            if block.type == "text":
+                texts.append(block.text)
+            elif block.type == "thinking":
+                thoughts.append(block.thinking)
+            elif block.type == "tool_use":
                 if not block.name:
                     raise InvalidArgument(f"{place}.name", None, "must be set")
-                arguments = json.dumps(block.input or {}, ensure_ascii=False)
-                yield Message(ASSISTANT, "", (ToolCall(block.id, block.name, arguments),))
-            elif block.type == "thinking" and self.role == ASSISTANT:
-                yield Message(ASSISTANT, "", reasoning=block.thinking)
+                calls.append(ToolCall(block.id, block.name, json_text(f"{place}.input", block.input or {}, math.inf)))
             elif block.type != "redacted_thinking":
-                raise InvalidArgument(f"{place}.type", block.type, f"{TEXTS_ONLY}, each in turns of its role")
+                raise _misplaced(place, block)
+        return Message(ASSISTANT, "".join(texts), tuple(calls), reasoning="\n".join(filter(None, thoughts)))
 
-    @property
-    def _role(self) -> str:
-        """Templates know a system message only where a chat begins; one within is told in its place, as the user's."""
-        return USER if self.role == SYSTEM else self.role
+
+def _misplaced(place: str, block: Block) -> InvalidArgument:
+    return InvalidArgument(f"{place}.type", block.type, f"{TEXTS_ONLY}, each in turns of its role")
 
 
 class ToolBody(Body):
@@ -89,8 +104,9 @@ class ToolBody(Body):
         """Raises InvalidArgument."""
         if self.type not in ("", CUSTOM):
             raise InvalidArgument(f"{where}.type", self.type, "only tools of the client's own ('custom') are served")
+        schema = {key: value for key, value in (self.input_schema or {}).items() if value is not None}
         try:
-            return Tool(self.name, self.description, self.input_schema or {}, bool(self.strict))
+            return Tool(self.name, self.description, schema, bool(self.strict))
         except InvalidArgument as error:
             raise error.renamed(f"{where}.{error.field.replace('parameters', 'input_schema')}") from None
 
@@ -102,7 +118,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Text  # other ones than "disabled" differ in when and how much
 
 
 class OutputFormat(Body):
@@ -124,20 +140,22 @@ class Conversation(Body):
 
     model: TextOrNull = ""
     messages: list[Turn]
-    system: Text | list[TextBlock] | None = None
+    system: Text | list[TextPart] | None = None
     tools: list[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # where earlier clients have the one of `output_config`
     chat_template_kwargs: dict[Text, Any] | None = None
     mcp_servers: Unsupported = None
     container: Unsupported = None
+    thread: Unsupported = None
 
     def to_prompt(self) -> Prompt:
         """Raises InvalidArgument."""
-        messages = self._messages()
-        if not messages:
+        if not self.messages:
             raise InvalidArgument("messages", [], "must have at least one message")
+        messages = self._messages()
         last = messages[-1]
         end = PromptEnd.CONTINUED if last.role == ASSISTANT and not last.tool_calls else PromptEnd.ANSWER
         return Prompt(None, messages, self._tool_use(), self._template_options(), end)
@@ -150,17 +168,13 @@ class Conversation(Body):
 
     def _messages(self) -> tuple[Message, ...]:
         """The turns, those of one role in a row as one: many templates want roles to alternate."""
-        system = self.system or ""
-        lines = [_told(system)] if isinstance(system, str) else [_told(_text("system", [part])) for part in system]
-        told = "\n\n".join(filter(None, lines))
+        parts = [self.system] if isinstance(self.system, str) else [text_of("system", [p]) for p in self.system or ()]
+        told = "\n\n".join(filter(None, map(_told, parts)))
         messages = [Message(SYSTEM, told)] if told else []
         for number, turn in enumerate(self.messages):
-            for message in turn.messages(f"messages.{number}.content"):
-                if messages and messages[-1].role == message.role != TOOL:
-                    messages[-1] = messages[-1].joined(message)
-                else:
-                    messages.append(message)
-        return tuple(messages)
+            messages += turn.messages(f"messages.{number}.content", is_first=number == 0)
+        runs = ((role, list(run)) for role, run in groupby(messages, key=lambda message: message.role))
+        return tuple(turn for role, run in runs for turn in (run if role == TOOL else [as_one(run)]))
 
     def _tool_use(self) -> ToolUse | None:
         choice = self.tool_choice or ToolChoice(type="auto")
@@ -168,8 +182,10 @@ class Conversation(Body):
             return None
         if choice.type == "tool" and not choice.name:
             raise InvalidArgument("tool_choice.name", None, "must be set")
+        if not self.tools:
+            raise InvalidArgument("tool_choice", choice.type, "needs tools")
         return ToolUse(
-            tools=tuple(body.tool(f"tools.{number}") for number, body in enumerate(self.tools or ())),
+            tools=tuple(body.tool(f"tools.{number}") for number, body in enumerate(self.tools)),
             mode=MODES[choice.type],
             named=choice.name if choice.type == "tool" else "",
             parallel=not choice.disable_parallel_tool_use,
@@ -218,7 +234,7 @@ class MessagesRequest(Conversation):
     def _sampling_params(self) -> SamplingParams:
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        form = None if self.output_config is None else self.output_config.format
+        form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         return SamplingParams(
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
@@ -229,14 +245,4 @@ class MessagesRequest(Conversation):
 
 def _told(text: str) -> str:
     """A system prompt without the line that differs from request to request."""
-    return text.partition("\n")[2] if text.startswith(BILLING) else text
-
-
-def _text(where: str, content: str | list[TextBlock]) -> str:
-    """Raises InvalidArgument."""
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.type != "text":
-            raise InvalidArgument(where, block.type, "only blocks of type 'text' are served")
-    return "\n".join(block.text for block in content)
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text

@@ -7,19 +7,16 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.openai_echo import Echo
-from shoal_cluster.serve.http.openai_shapes import AnswerShape, Choice, CompletionShape, Json, prompt_logprobs_body
+from shoal_cluster.serve.http.openai_shapes import AnswerShape, Choice, CompletionShape, prompt_logprobs_body
 from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
-
-_encoder = msgspec.json.Encoder()
 
 DONE = b"data: [DONE]\n\n"
 MAX_TOLD = 300_000  # log-probabilities of prompts in an answer: some 20 MB, and most of a second's work
@@ -164,16 +161,6 @@ def _after_prompt(chunk: Chunk, echo: Echo, is_first: bool) -> Chunk:
         reason = None if chunk.finish_reason is None else FinishReason.LENGTH
         chunk = replace(chunk, text="", logprobs=(), finish_reason=reason, stop_reason=None)
     return replace(chunk, text=echo.text + chunk.text) if is_first else chunk
-
-
-def encode(body: Json) -> bytes:
-    """As JSON."""
-    return _encoder.encode(body)
-
-
-def event(body: Json) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"
 
 
 def _head(kind: str, shape: AnswerShape, request_id: str, model: str) -> Json:

@@ -8,19 +8,12 @@ from pydantic import Field
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall
-from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, only
+from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, TextPart, Unsupported, only, text_of
 from shoal_cluster.serve.http.openai_tools import CallBody, ToolBody, ToolChoice, tool_use
 from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import MAX_LOGPROBS
-
-
-class TextPart(Body):
-    """One part of a message's content; only text is supported."""
-
-    type: Text
-    text: Text = ""
 
 
 class ChatTurn(Body):
@@ -35,24 +28,15 @@ class ChatTurn(Body):
     audio: Unsupported = None
 
     def to_message(self, position: int) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise InvalidArgument(f"messages.{position}.content", None, "must be a string or a list of parts")
+        content = "" if self.content is None and self.role == "assistant" else self.content
         return Message(
             self.role,
-            self._text(position),
+            text_of(f"messages.{position}.content", content),
             tuple(body.call() for body in self.tool_calls or ()),
             self.tool_call_id,
             self.name,
             self.reasoning_content or self.reasoning,
         )
-
-    def _text(self, position: int) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text":
-                raise InvalidArgument(f"messages.{position}.content", part.type, "only parts of type 'text' are served")
-        return "".join(part.text for part in self.content)
 
 
 def prompt_end(adds_generation_prompt: bool | None, continues_final_message: bool | None) -> PromptEnd:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, Chunk
+from shoal_cluster.serve.http.encoding import Json
 from shoal_cluster.serve.http.openai_echo import Echo
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 
-Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
 TOOL_CALLS = "tool_calls"  # OpenAI's finish reason

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported
+from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, Unsupported
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import LARK, REGEX, StructuredOutput
 

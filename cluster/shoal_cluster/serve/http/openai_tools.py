@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse
-from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull
+from shoal_cluster.serve.http.fields import Body, Text, TextOrNull
 from shoal_replica.errors import InvalidArgument
 
 

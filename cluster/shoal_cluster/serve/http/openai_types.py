@@ -16,7 +16,7 @@ from pydantic import Field
 
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall
-from shoal_cluster.serve.http.openai_fields import (
+from shoal_cluster.serve.http.fields import (
     Body,
     Text,
     TextOrNull,

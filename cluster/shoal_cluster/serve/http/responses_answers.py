@@ -9,9 +9,9 @@ from typing import Any
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
-from shoal_cluster.serve.http.openai_answers import encode
-from shoal_cluster.serve.http.openai_shapes import ChatShape, Json
+from shoal_cluster.serve.http.openai_shapes import ChatShape
 from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesRequest
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
@@ -164,7 +164,7 @@ class Response:
             return b""
         body = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
+        return event(body, kind)
 
 
 class ResponsesAnswers:
@@ -198,7 +198,7 @@ class ResponsesAnswers:
         except Exception as error:
             if not has_begun:
                 raise
-            yield response.fail(error)
+            yield response.fail(body.in_its_words(error))
             return
         yield (b"" if has_begun else response.begin()) + response.end()
 

@@ -11,10 +11,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.message import Message, as_one
 from shoal_cluster.chat.tool import AUTO, REQUIRED, ToolCall, ToolUse
 from shoal_cluster.serve.call import GenerateCall
-from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null, only
+from shoal_cluster.serve.http.fields import (
+    Body,
+    Text,
+    TextOrNull,
+    TextPart,
+    Unsupported,
+    instead_of_null,
+    only,
+    text_of,
+)
 from shoal_cluster.serve.http.openai_tools import FunctionBody
 from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.errors import InvalidArgument
@@ -25,10 +34,12 @@ LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-class Part(Body):
-    type: Text
-    text: Text = ""
+class Part(TextPart):
     refusal: Text = ""
+
+    @property
+    def said(self) -> str:
+        return self.text or self.refusal
 
 
 class Item(Body):
@@ -154,21 +165,26 @@ def _messages(instructions: str, given: str | list[Item]) -> tuple[Message, ...]
     if isinstance(given, str):
         given = [Item(role="user", content=given)] if given else []
     system = [instructions] if instructions else []
-    turns: list[Message] = []
+    turns: list[list[Message]] = []  # each of one role
     thoughts: list[str] = []
+    can_join = False  # with an assistant's turn
     for position, item in enumerate(given):
         where, kind = f"input.{position}", item.type or "message"
         if kind == "reasoning":
             thoughts.append(_text(where, item.content or item.summary or ""))
         elif kind == "function_call_output":
-            turns.append(Message("tool", _text(f"{where}.output", item.output), tool_call_id=item.call_id))
-            thoughts = []
+            turns.append([Message("tool", _text(f"{where}.output", item.output), tool_call_id=item.call_id)])
+            thoughts, can_join = [], False
         elif kind == "function_call" or (kind == "message" and item.role == "assistant"):
             turn = _assistant(where, item, "\n".join(thoughts))
             thoughts = []
-            if turns and turns[-1].role == "assistant" and (turn.tool_calls or turns[-1].tool_calls):
-                turn = turns.pop().joined(replace(turn, content=turn.content.lstrip("\n")))
-            turns.append(turn)
+            follows = bool(turns) and turns[-1][0].role == "assistant"
+            if follows and (turn.tool_calls or can_join):
+                turns[-1].append(replace(turn, content=turn.content.lstrip("\n")))
+                can_join = True
+            else:
+                turns.append([turn])
+                can_join = bool(turn.tool_calls)
         elif kind != "message":
             raise InvalidArgument(f"{where}.type", kind, "only messages, function calls and reasoning are served")
         elif not item.role:
@@ -176,9 +192,9 @@ def _messages(instructions: str, given: str | list[Item]) -> tuple[Message, ...]
         elif item.role in ("system", "developer") and not turns:
             system.append(_text(f"{where}.content", item.content))
         else:
-            turns.append(Message(item.role, _text(f"{where}.content", item.content)))
-            thoughts = []
-    return (*([Message("system", "\n\n".join(system))] if system else []), *turns)
+            turns.append([Message(item.role, _text(f"{where}.content", item.content))])
+            thoughts, can_join = [], False
+    return (*([Message("system", "\n\n".join(system))] if system else []), *map(as_one, turns))
 
 
 def _assistant(where: str, item: Item, thought: str) -> Message:
@@ -191,11 +207,4 @@ def _assistant(where: str, item: Item, thought: str) -> Message:
 
 
 def _text(where: str, content: str | list[Part] | None) -> str:
-    if content is None:
-        raise InvalidArgument(where, None, "must be a string or a list of parts")
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in TEXT_PARTS:
-            raise InvalidArgument(where, part.type, "only parts of text are served")
-    return "".join(part.text or part.refusal for part in content)
+    return text_of(where, content, TEXT_PARTS)

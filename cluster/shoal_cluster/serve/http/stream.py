@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal_cluster.serve.http.encoding import event
 from shoal_cluster.serve.http.errors import error_response, is_anthropic, report
-from shoal_cluster.serve.http.openai_answers import event
 from shoal_cluster.serve.request_id import check_request_id, new_request_id
 from shoal_replica.errors import ShoalError
 
@@ -38,11 +38,12 @@ class RequestFrame:
             await self._app(scope, receive, send)
             return
         request_id = Headers(scope=scope).get("x-request-id") or new_request_id()
+        refusal: Response | None = None
         try:
             check_request_id(request_id)
         except ShoalError as error:
-            await error_response(error, "", scope["path"])(scope, receive, send)
-            return
+            request_id = new_request_id()
+            refusal = error_response(error, request_id, scope["path"])
         scope.setdefault("state", {})["request_id"] = request_id
         num_bytes = 0
 
@@ -65,7 +66,7 @@ class RequestFrame:
                     headers["request-id"] = scope["state"]["request_id"]
             await send(message)
 
-        await self._app(scope, limited_receive, named_send)
+        await (refusal or self._app)(scope, limited_receive, named_send)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -93,14 +94,23 @@ class EventStream(StreamingResponse):
     """Server-sent events. An error before the first event becomes a plain error response, a later one the last event.
 
     The events' generator is closed as soon as the client disconnects.
+
+    Args:
+        in_its_words: an error with the field that the request's body has for it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], request_id: str) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        request_id: str,
+        in_its_words: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._request_id = request_id
+        self._in_its_words = in_its_words
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -116,7 +126,7 @@ class EventStream(StreamingResponse):
                 try:
                     data = await anext(events, None)
                 except Exception as caught:
-                    error, data = caught, None
+                    error, data = self._in_its_words(caught), None
                 if error is not None and not started:
                     await error_response(error, self._request_id, scope["path"])(scope, receive, send)
                     return

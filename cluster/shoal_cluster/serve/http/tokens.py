@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from shoal_cluster.serve.call import GatewayCore, Prompt
+from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response
+from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, Unsupported, instead_of_null
 from shoal_cluster.serve.http.messages_types import Conversation
-from shoal_cluster.serve.http.openai_answers import encode
 from shoal_cluster.serve.http.openai_chat import ChatTurn, prompt_end
-from shoal_cluster.serve.http.openai_fields import Body, Text, TextOrNull, Unsupported, instead_of_null
 from shoal_cluster.serve.http.openai_shapes import token_text
 from shoal_cluster.serve.http.openai_tools import ToolBody, tool_use
 from shoal_replica.errors import InvalidArgument

@@ -1,10 +1,13 @@
-"""What the fields of OpenAI bodies have in common: strict types, null as absent, and refusals that name the field."""
+"""What the fields of bodies have in common: strict types, null as absent, and refusals that name the field."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+from shoal_replica.errors import InvalidArgument
 
 
 def unicode_text(text: str) -> str:
@@ -48,3 +51,28 @@ TextOrNull = Annotated[Text, instead_of_null("")]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+class TextPart(Body):
+    """One part of a content."""
+
+    type: Text
+    text: Text = ""
+
+    @property
+    def said(self) -> str:
+        return self.text
+
+
+def text_of(
+    where: str, content: str | Sequence[TextPart] | None, served: Collection[str] = ("text",), separator: str = ""
+) -> str:
+    """A content's text. Raises InvalidArgument, the field being ``where``, for parts of other kinds than ``served``."""
+    if content is None:
+        raise InvalidArgument(where, None, "must be a string or a list of parts")
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in served:
+            raise InvalidArgument(where, part.type, "only parts of text are served")
+    return separator.join(part.said for part in content)

@@ -6,7 +6,7 @@ import pytest
 from fixtures.tool_formats import CLOCK, ODD, TOOLS, WEATHER, read
 
 from shoal_cluster.chat.answer_reader import AnswerReader
-from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, QWEN_CODER, CallFormat, ChatFormat
+from shoal_cluster.chat.chat_format import GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN_CODER, CallFormat, ChatFormat
 from shoal_cluster.chat.tool import NONE, ToolUse
 
 CITY = '{"city": "Köln"}'
@@ -109,6 +109,41 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
         ),
         (QWEN_CODER, "<function=" + "a" * 300, "<function=" + "a" * 300, []),
         (HERMES, "<function=get_weather>", "<function=get_weather>", []),
+        # GLM-4.5 writes lines, its successors none.
+        (
+            GLM,
+            "Well.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call><tool_call>what-time.is_it</tool_call>So.",
+            "Well.\nSo.",
+            [(WEATHER.name, '{"city": "Ulm", "days": 3}'), (CLOCK.name, "{}")],
+        ),
+        (
+            GLM,
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>',
+            "",
+            [(WEATHER.name, '{"city": "Ulm"}')],
+        ),
+        (
+            GLM,
+            "<tool_call>odd<arg_key>note</arg_key><arg_value>a <b>\nc</arg_value><arg_key>sure</arg_key>"
+            "<arg_value>True\n</tool_call>",
+            "",
+            [(ODD.name, '{"note": "a <b>\\nc", "sure": true}')],
+        ),
+        (GLM, "<tool_call>get_weather<arg_key>ci", "", [(WEATHER.name, "{")]),
+        (GLM, "<tool_call>get_wea", "<tool_call>get_wea", []),
+        (GLM, "<tool_call>a b</tool_call>", "<tool_call>a b</tool_call>", []),
+        (GLM, "get_weather<arg_key>", "get_weather<arg_key>", []),
+        (
+            MINIMAX,
+            'Well.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Ulm</parameter>\n'
+            '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="what-time.is_it">\n</invoke>\n'
+            "</minimax:tool_call>So.",
+            "Well.\nSo.",
+            [(WEATHER.name, '{"city": "Ulm", "days": 3}'), (CLOCK.name, "{}")],
+        ),
+        (MINIMAX, '<invoke name="what-time.is_it"></invoke>', "", [(CLOCK.name, "{}")]),
+        (MINIMAX, "<minimax:tool_call><invoke nam", "<minimax:tool_call><invoke nam", []),
         # Cut off.
         (HERMES, '<tool_call>\n{"name": "get_weather", "arguments": {"ci', "", [(WEATHER.name, '{"ci')]),
         (HERMES, '<tool_call>\n{"name": "get_wea', '<tool_call>\n{"name": "get_wea', []),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from shoal_cluster.chat.chat_format import ARGS, CALL_ID, END_OF_THINK, PYTHON_TAG, THINK, ChatFormat
 from shoal_cluster.chat.json_call import JsonCall
 from shoal_cluster.chat.tool import NAME_PATTERN, ToolUse
-from shoal_cluster.chat.xml_call import HEAD, XmlCall
+from shoal_cluster.chat.xml_call import XmlCall
 
 MAX_HEAD = 200  # characters of ``name[CALL_ID]id[ARGS]``
 _HEAD = re.compile(rf"(?P<name>[\w.-]+)(?:{re.escape(CALL_ID)}[\w-]+)?(?P<args>{re.escape(ARGS)})?\s*(?=\{{)")
@@ -206,7 +206,7 @@ class AnswerReader:
             return False
         self._content.push(self._unread[:place])
         self._unread, self._since_opening = self._unread[place:], ""
-        if opening != HEAD:
+        if opening == self._calls.opening:
             self._skip(len(opening))
         self._read = self._between
         return True
@@ -218,7 +218,7 @@ class AnswerReader:
         text = self._unread.lstrip(" \t\r\n" + odd)
         self._skip(len(self._unread) - len(text))
         markers = tuple(filter(None, (self._calls.opening or PYTHON_TAG, self._calls.closing)))
-        if not is_last and any(marker.startswith(text) for marker in (*markers, HEAD)):
+        if not is_last and any(marker.startswith(text) for marker in (*markers, self._calls.xml.head_start)):
             return False
         if (marker := next((marker for marker in markers if text.startswith(marker)), "")) != "":
             self._skip(len(marker))
@@ -228,8 +228,8 @@ class AnswerReader:
             self._start(JsonCall())
         elif text.startswith("[") and not is_tagged:
             self._skip(1)
-        elif is_tagged and text.startswith(HEAD):
-            self._start(XmlCall(self._tools))
+        elif is_tagged and self._is_xml_head(text):
+            self._start(XmlCall(self._calls.xml, self._tools))
         elif self._calls.is_list and (head := _HEAD.match(text)) is not None and self._is_head(head):
             self._skip(head.end())
             self._start(JsonCall.of(head["name"]))
@@ -238,6 +238,13 @@ class AnswerReader:
         else:
             self._give_up("")
         return True
+
+    def _is_xml_head(self, text: str) -> bool:
+        """Whether a tagged call may begin with ``text``: by its tag, or, if it has none, right after the opening."""
+        if head_start := self._calls.xml.head_start:
+            return text.startswith(head_start)
+        is_first = self._since_opening is not None and self._since_opening.rstrip().endswith(self._calls.opening)
+        return is_first and self._calls.xml.may_be_head(text[:1])
 
     def _is_head(self, head: re.Match[str]) -> bool:
         """Whether it begins a call: it says so, or it is a tool's name right after the opening."""

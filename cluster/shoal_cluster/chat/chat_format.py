@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal_cluster.chat.xml_call import HEAD
+from shoal_cluster.chat.xml_call import GLM_XML, MINIMAX_XML, QWEN_XML, XmlNotation
 from shoal_replica.chat_template import ChatTemplate
 
 
@@ -17,7 +17,8 @@ class CallFormat:
             with a call consists of calls.
         closing: the text after each call.
         is_list: the calls are a JSON array.
-        is_xml: the calls are in Qwen3-Coder's notation instead, which may come without ``opening``.
+        is_xml: the calls are tagged instead, and may come without ``opening`` if they begin with a tag.
+        xml: how tagged calls are read, also among others that have a ``closing``.
         id_length: characters of a call's id, if the template accepts no others.
     """
 
@@ -26,13 +27,14 @@ class CallFormat:
     closing: str = ""
     is_list: bool = False
     is_xml: bool = False
+    xml: XmlNotation = QWEN_XML
     arguments_key: str = "arguments"
     id_length: int | None = None
 
     @property
     def openings(self) -> tuple[str, ...]:
         """All texts by which calls begin within an answer."""
-        return tuple(filter(None, (self.opening, HEAD if self.is_xml else "")))
+        return tuple(filter(None, (self.opening, self.xml.head_start if self.is_xml else "")))
 
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
@@ -40,6 +42,10 @@ HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>")
 
 QWEN_CODER = CallFormat("qwen3_coder", "<tool_call>", "</tool_call>", is_xml=True)
 """Qwen3-Coder. Calls as JSON are read, too, and enforced ones are written so."""
+
+GLM = CallFormat("glm", "<tool_call>", "</tool_call>", is_xml=True, xml=GLM_XML)
+MINIMAX = CallFormat("minimax", "<minimax:tool_call>", "</minimax:tool_call>", is_xml=True, xml=MINIMAX_XML)
+"""As with Qwen3-Coder, enforced calls are JSON."""
 
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", is_list=True, id_length=9)
 """Mistral's instruction-tuned models. Newer ones write ``name[ARGS]{...}``, which is read, too."""
@@ -77,11 +83,17 @@ class ChatFormat:
         calls = LLAMA
         if MISTRAL.opening in source:
             calls = MISTRAL
+        elif MINIMAX.opening in source:
+            calls = MINIMAX
         elif HERMES.opening in source:
-            calls = QWEN_CODER if HEAD in source else HERMES
+            calls = HERMES
+            for tagged in (GLM, QWEN_CODER):
+                if (tagged.xml.head_start or tagged.xml.parameter_start) in source:
+                    calls = tagged
         return cls(calls, takes_tools=True, reasons=reasons, parallel="single tool-call" not in source)
 
     @property
     def call_markers(self) -> tuple[str, ...]:
         """Texts around calls that some models have as special tokens, and that must be read all the same."""
-        return tuple(filter(None, (self.calls.opening, self.calls.closing, PYTHON_TAG, ARGS, CALL_ID)))
+        tags = self.calls.xml.tags if self.calls.is_xml else ()
+        return tuple(filter(None, (self.calls.opening, self.calls.closing, PYTHON_TAG, ARGS, CALL_ID, *tags)))

@@ -1,29 +1,101 @@
-"""Reads one tool call in the notation of Qwen3-Coder, as its text comes."""
+"""Reads one tool call whose parameters are tagged, as its text comes."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-HEAD = "<function="
-_HEAD = re.compile(r"<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-PARAMETER, END_OF_PARAMETER, END = "<parameter=", "</parameter>", "</function>"
-_ENDS_OF_VALUE = (END_OF_PARAMETER, f"\n{PARAMETER}", f"\n{END}")
 MAX_TAG = 200  # characters of a tag with its name
 
 
+@dataclass(frozen=True, slots=True)
+class XmlNotation:
+    """How a call is tagged.
+
+    Attributes:
+        head_start: what it begins with; empty: the name comes right behind the opening of calls.
+        head, parameter: patterns of all that comes before parameters, with the name, and before a value, with its key.
+        parameter_start: what ``parameter`` begins with.
+        end_of_value, end: the tags behind a value, and behind all.
+        ends_by_closing: ``end`` is what closes calls, and is not part of this one.
+    """
+
+    head_start: str
+    head: re.Pattern[str]
+    parameter_start: str
+    parameter: re.Pattern[str]
+    end_of_value: str
+    end: str
+    ends_by_closing: bool = False
+
+    @property
+    def ends_of_value(self) -> tuple[str, ...]:
+        """The tag; and, for a value that nothing closes, what comes next, on a line of its own."""
+        return (self.end_of_value, f"\n{self.parameter_start}", f"\n{self.end}")
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Those around keys and values that some models have as special tokens."""
+        return (self.parameter_start, *_CLOSING_TAGS.findall(self.parameter.pattern), self.end_of_value)
+
+    def may_be_head(self, text: str) -> bool:
+        """Whether ``text``, which is no whole head, may be the beginning of one."""
+        if self.head_start:
+            return _may_become(text, (self.head_start,))
+        return len(text) <= MAX_TAG and _PART_OF_NAME.fullmatch(text) is not None
+
+    def may_be_next(self, text: str) -> bool:
+        """Whether ``text``, in which no parameter begins as yet, may go on with one, or with the end."""
+        return _may_become(text, (self.parameter_start, self.end), has_lines=self.ends_by_closing)
+
+
+_PART_OF_NAME = re.compile(r"[\w.-]+\s*<?[\w/]*")
+_CLOSING_TAGS = re.compile(r"</?\w+>")
+
+QWEN_XML = XmlNotation(
+    head_start="<function=",
+    head=re.compile(r"<function=([^>\n]+)>\s*"),
+    parameter_start="<parameter=",
+    parameter=re.compile(r"<parameter=([^>\n]+)>"),
+    end_of_value="</parameter>",
+    end="</function>",
+)
+"""``<function=NAME>``, ``<parameter=KEY>VALUE</parameter>`` ..., ``</function>``: Qwen3-Coder's."""
+
+MINIMAX_XML = XmlNotation(
+    head_start='<invoke name="',
+    head=re.compile(r'<invoke name="([^"\n]+)">\s*'),
+    parameter_start='<parameter name="',
+    parameter=re.compile(r'<parameter name="([^"\n]+)">'),
+    end_of_value="</parameter>",
+    end="</invoke>",
+)
+"""``<invoke name="NAME">``, ``<parameter name="KEY">VALUE</parameter>`` ..., ``</invoke>``: MiniMax-M2's."""
+
+GLM_XML = XmlNotation(
+    head_start="",
+    head=re.compile(r"([\w.-]+)\s*(?=<arg_key>|</tool_call>)"),
+    parameter_start="<arg_key>",
+    parameter=re.compile(r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>"),
+    end_of_value="</arg_value>",
+    end="</tool_call>",
+    ends_by_closing=True,
+)
+"""``NAME``, ``<arg_key>KEY</arg_key>``, ``<arg_value>VALUE</arg_value>`` ...: GLM-4.5's."""
+
+
 class XmlCall:
-    """Takes the text of ``<function=NAME>``, ``<parameter=KEY>VALUE</parameter>`` ..., ``</function>`` in pieces. The
-    attributes are those of JsonCall. Arguments come parameter by parameter.
+    """Takes the text of a call in pieces. The attributes are those of JsonCall. Arguments come parameter by parameter.
 
     Args:
         schemas: by the name of a tool, the JSON schema of its arguments: only a type tells text from numbers.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, notation: XmlNotation, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._notation = notation
         self.name = ""
         self.raw = ""  # as long as the name is not known
         self.is_done = False
@@ -46,7 +118,10 @@ class XmlCall:
         if self.has_failed:
             self._new += ["}"] if self.name else []
             self.rest, self._unread = self._unread, ""
-        return max(0, len(text) - len(self._unread)) if self.is_done else len(text)
+        if not self.is_done:
+            return len(text)
+        self.rest = self._unread[: max(0, len(self._unread) - len(text))]  # of the closing, taken with earlier text
+        return max(0, len(text) - len(self._unread))
 
     def take_arguments(self) -> str:
         """What has come of the arguments since the last time; empty while the name is not known."""
@@ -60,22 +135,23 @@ class XmlCall:
         if self._key is not None:
             return self._read_value()
         self._unread = self._unread.lstrip()
-        if self._unread.startswith(END):
-            self._unread = self._unread[len(END) :]
+        notation = self._notation
+        if self._unread.startswith(notation.end):
+            self._unread = self._unread[0 if notation.ends_by_closing else len(notation.end) :]
             self._new.append("}")
             self.is_done = True
             return False
-        if found := _PARAMETER.match(self._unread):
+        if found := notation.parameter.match(self._unread):
             self._key, self._unread = found[1], self._unread[found.end() :]
             self._searched = 0
             return True
-        self.has_failed = not _may_become(self._unread, (PARAMETER, END))
+        self.has_failed = not notation.may_be_next(self._unread)
         return False
 
     def _read_head(self) -> bool:
-        found = _HEAD.match(self._unread)
+        found = self._notation.head.match(self._unread)
         if found is None:
-            self.has_failed = not _may_become(self._unread, (HEAD,))
+            self.has_failed = not self._notation.may_be_head(self._unread)
             return False
         self.name, self._unread = found[1], self._unread[found.end() :]
         self._new.append("{")
@@ -83,7 +159,8 @@ class XmlCall:
 
     def _read_value(self) -> bool:
         assert self._key is not None
-        ends = [(at, tag) for tag in _ENDS_OF_VALUE if (at := self._unread.find(tag, self._searched)) >= 0]
+        tags = self._notation.ends_of_value
+        ends = [(at, tag) for tag in tags if (at := self._unread.find(tag, self._searched)) >= 0]
         if not ends:
             self._searched = max(0, len(self._unread) - MAX_TAG)
             return False
@@ -94,7 +171,7 @@ class XmlCall:
             self._new.append(f"{comma}{json.dumps(self._key)}: {_as_json(value, self._schema(self._key))}")
             self._keys.add(self._key)
         # Of a value that nothing closes, what comes next is the end.
-        self._unread = self._unread[end + (len(tag) if tag == END_OF_PARAMETER else 0) :]
+        self._unread = self._unread[end + (len(tag) if tag == self._notation.end_of_value else 0) :]
         self._key = None
         return True
 
@@ -125,7 +202,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _may_become(text: str, tags: tuple[str, ...]) -> bool:
-    """Whether ``text``, which has no whole part yet, may be the beginning of one."""
-    is_short = len(text) <= MAX_TAG and "\n" not in text
+def _may_become(text: str, tags: tuple[str, ...], *, has_lines: bool = False) -> bool:
+    """Whether ``text``, which has no whole part yet, may be the beginning of one, of lines if ``has_lines``."""
+    is_short = len(text) <= MAX_TAG and (has_lines or "\n" not in text)
     return any(tag.startswith(text) or (is_short and text.startswith(tag)) for tag in tags)

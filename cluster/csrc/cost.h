@@ -40,10 +40,11 @@ inline double as_double(int64_t value) {
     return shifted - BASE;
 }
 
-inline double price(int64_t uncached, int64_t load, int64_t sequences, int64_t slower, double prefill_price,
-                    double sequence_price) {
+/* `missing`: of the uncached tokens those that another replica has; others pay the part `spared` of them. */
+inline double price(int64_t uncached, int64_t missing, double spared, int64_t load, int64_t sequences, int64_t slower,
+                    double prefill_price, double sequence_price) {
     const double running = sequence_price * as_double(sequences);
-    double cost = as_double(uncached) * prefill_price;
+    double cost = (as_double(uncached) - as_double(missing) * spared) * prefill_price;
     cost += as_double(load);
     cost += running;
     cost += as_double(slower) * PER_CENT * (as_double(uncached + load) + running);

@@ -2,8 +2,8 @@
 #include "cost.h"
 
 int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int64_t* matched, int64_t num_tokens,
-                         int64_t block_size, int64_t num_blocks_needed, double prefill_price, double sequence_price,
-                         int64_t* num_eligible) {
+                         int64_t block_size, int64_t num_blocks_needed, int64_t num_known_blocks, double spared,
+                         double prefill_price, double sequence_price, int64_t* num_eligible) {
     const auto row = [&](shoal::Row name) { return columns + name * num_replicas; };
     const int64_t *capacity = row(shoal::CAPACITY), *load = row(shoal::LOAD), *sequences = row(shoal::SEQUENCES),
                   *slower = row(shoal::SLOWER);
@@ -12,8 +12,9 @@ int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int
     bool is_alone = false;
     for (int64_t i = 0; i < num_replicas; ++i) {
         const int64_t uncached = std::max<int64_t>(num_tokens - matched[i] * block_size, 1);
-        const double cost =
-            shoal::price(uncached, load[i], sequences[i], slower[i], prefill_price, sequence_price);
+        const int64_t missing = std::max<int64_t>(num_known_blocks - matched[i], 0) * block_size;
+        const double cost = shoal::price(uncached, missing, spared, load[i], sequences[i], slower[i], prefill_price,
+                                         sequence_price);
         if (best < 0 || cost < least) {
             best = i, least = cost, is_alone = true;
         } else if (cost == least) {

@@ -24,7 +24,8 @@ FOR_EACH_SET void price_all(const ShoalHeld& one, const int64_t* columns, const 
                             double prefill_price, double sequence_price, double* __restrict costs,
                             double* __restrict with_room) {
     const int64_t n = one.num_replicas, tokens = one.num_tokens, block_size = one.block_size;
-    const int64_t needed = one.num_blocks_needed;
+    const int64_t needed = one.num_blocks_needed, known = one.num_known_blocks;
+    const double spared = one.spared;
     const int64_t* __restrict matched = one.matched;
     const int64_t* __restrict capacity = columns + shoal::CAPACITY * n;
     const int64_t* __restrict sequences = columns + shoal::SEQUENCES * n;
@@ -32,8 +33,9 @@ FOR_EACH_SET void price_all(const ShoalHeld& one, const int64_t* columns, const 
     const int64_t* __restrict slower = columns + shoal::SLOWER * n;
     for (int64_t i = 0; i < n; ++i) {
         const int64_t left = tokens - matched[i] * block_size, missing = needed - matched[i];
-        const double cost = shoal::price(left > 1 ? left : 1, load[i], sequences[i], slower[i], prefill_price,
-                                         sequence_price);
+        const int64_t elsewhere = known > matched[i] ? (known - matched[i]) * block_size : 0;
+        const double cost = shoal::price(left > 1 ? left : 1, elsewhere, spared, load[i], sequences[i], slower[i],
+                                         prefill_price, sequence_price);
         costs[i] = capacity[i] >= needed ? cost : NEVER;
         with_room[i] = room[i] >= (missing > 1 ? missing : 1) ? costs[i] : NEVER;
     }
@@ -142,7 +144,7 @@ public:
         const double sequence_price = price_of_sequence(wish.decode_steps);
         double *costs = scratch_.costs.data(), *with_room = scratch_.with_room.data();
         for (int64_t i = 0; i < size(); ++i) {
-            const double cost = shoal::price(tokens_at(i), at(shoal::LOAD, i), at(shoal::SEQUENCES, i),
+            const double cost = shoal::price(tokens_at(i), 0, 0.0, at(shoal::LOAD, i), at(shoal::SEQUENCES, i),
                                              at(shoal::SLOWER, i), cluster_.prefill_price, sequence_price);
             costs[i] = at(shoal::CAPACITY, i) >= num_blocks ? cost : NEVER;
             with_room[i] = at(shoal::ROOM, i) >= blocks_at(i) ? costs[i] : NEVER;

@@ -46,11 +46,13 @@ SHOAL_API const char* shoal_table_fault(const ShoalTable* table);
 
 /* The replica of least cost by policies/routing.py, for a request that passes no others and excludes no replicas.
    columns [rows][num_replicas] as in policies/columns.py; matched [num_replicas]: blocks of the prompt that are cached.
+   num_known_blocks, spared: blocks that some replica has cached, and the part of them that other requests pay.
    num_eligible: how many replicas take such requests. Returns the replica's place, or -1 if that does not decide it: it
    takes no such requests, has no room now, costs the same as another one, or there are none. */
 SHOAL_API int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int64_t* matched,
                                    int64_t num_tokens, int64_t block_size, int64_t num_blocks_needed,
-                                   double prefill_price, double sequence_price, int64_t* num_eligible);
+                                   int64_t num_known_blocks, double spared, double prefill_price,
+                                   double sequence_price, int64_t* num_eligible);
 
 /* Where the fields of a row of `Candidates.told` are (TOLD in policies/columns.py), in bytes; due_within_s [num_dues] is
    DUE_WITHIN_S. */
@@ -72,12 +74,12 @@ typedef struct ShoalWish {
     int64_t place, num_blocks, num_tokens, num_cached_blocks, decode_steps;
 } ShoalWish;
 
-/* A held request. matched [num_replicas]: blocks of the prompt that are cached. passed [num_replicas]: waiting tokens
-   that it goes before, or NULL. excluded [num_replicas]: replicas that must not have it, or NULL. before [num_before]:
-   other gateways' requests between it and the one before. */
+/* A held request. num_known_blocks, spared: as in shoal_least_cost. matched [num_replicas]: blocks of the prompt that are
+   cached. passed [num_replicas]: waiting tokens that it goes before, or NULL. excluded [num_replicas]: replicas that must
+   not have it, or NULL. before [num_before]: other gateways' requests between it and the one before. */
 typedef struct ShoalHeld {
-    double due_s;
-    int64_t num_tokens, num_blocks_needed, block_size, decode_steps, num_replicas, num_before;
+    double due_s, spared;
+    int64_t num_tokens, num_blocks_needed, num_known_blocks, block_size, decode_steps, num_replicas, num_before;
     const int64_t *matched, *passed;
     const uint8_t* excluded;
     const ShoalWish* before;

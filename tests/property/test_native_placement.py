@@ -152,9 +152,15 @@ costs = st.lists(
     decode_steps=st.integers(1, 128),
     prefill_price=st.floats(0, 20),
     seed=st.integers(0, 2**32),
+    known=st.just((0, 1, 0)) | st.tuples(st.integers(1, 20), st.integers(2, 64), st.integers(1, 9)),
 )
 def test_both_choose_the_same(
-    rows: list[dict[object, int]], num_tokens: int, decode_steps: int, prefill_price: float, seed: int
+    rows: list[dict[object, int]],
+    num_tokens: int,
+    decode_steps: int,
+    prefill_price: float,
+    seed: int,
+    known: tuple[int, int, int],
 ) -> None:
     columns: Ints = unknown_columns(len(rows))
     for place, row in enumerate(rows):
@@ -172,6 +178,9 @@ def test_both_choose_the_same(
             num_blocks_needed=num_tokens // 16 + 1,
             block_size=16,
             decode_steps=decode_steps,
+            num_known_blocks=known[0],
+            num_alike=known[1],
+            num_holders=known[2],
         ),
         RouteWeights(prefill_price=prefill_price),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -70,6 +71,9 @@ def request(rng: Random, replica_ids: tuple[str, ...], number: int) -> Considere
     ]
     most = query.num_prompt_tokens // 16
     matched = np.array([rng.choice([0, 0, rng.randint(0, most)]) for _ in replica_ids], np.int64)
+    if rng.random() < 0.4 and matched.any():
+        query = replace(query, num_known_blocks=int(matched.max()), num_alike=rng.choice([2, 4, 3, 64]))
+        query = replace(query, num_holders=rng.randrange(4))
     before = tuple(PlacedWish(wish, rng.randrange(count)) for wish in wishes)
     return Considered(query, NOW + rng.choice([-1.0, 0.5, 1.0, 3.0, 20.0, 99.0]), matched, before)
 

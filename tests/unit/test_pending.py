@@ -274,15 +274,18 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
     busy = structs.replace(free, num_waiting_tokens=3000)
     view = view_of(owner=busy, idle=free)
     view.apply_update("owner", busy, PREFIX, (), 0.0)
-    queue = queue_of(*(pending(f"r{i:02}", 1900, arrival_s=i / 100, hashes=PREFIX) for i in range(30)))
-    dispatch = queue.next(view, WEIGHTS, 1.0, Random(0))
-    assert dispatch is not None
-    assert dispatch.replica_id == "idle"
-    cold, hot = WEIGHTS.prefill_price * 1900, WEIGHTS.prefill_price * 300 + 3000
-    num_waiting = math.ceil(
-        (cold - hot) / (300 + WEIGHTS.decode_price)
-    )  # requests before it wait for the owner, while that costs less
-    assert int(dispatch.candidates.num_reserved[1]) == num_waiting
+    for count, num_alike in ((1, 1), (3, 1), (4, 4), (7, 4), (30, 16)):
+        queue = queue_of(*(pending(f"r{i:02}", 1900, arrival_s=i / 100, hashes=PREFIX) for i in range(count)))
+        dispatch = queue.next(view, WEIGHTS, 1.0, Random(0))
+        # The prefix is paid for by those that will find it there: with one holder already, by half of all.
+        cold, hot = WEIGHTS.prefill_price * (300 + 1600 / max(1, num_alike / 2)), WEIGHTS.prefill_price * 300 + 3000
+        # Requests before it wait for the owner, while that costs less.
+        num_waiting = max(0, math.ceil((cold - hot) / (300 + WEIGHTS.decode_price)))
+        assert (dispatch is not None) == (num_waiting < count), count
+        if dispatch is not None:
+            assert dispatch.replica_id == "idle"
+            assert int(dispatch.candidates.num_reserved[1]) == num_waiting
+            assert dispatch.pending.query.num_alike == num_alike
 
 
 def test_a_dispatch_decides_the_same_again() -> None:

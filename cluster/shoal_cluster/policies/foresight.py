@@ -24,7 +24,7 @@ def foresee(other: PlacedWish, cluster: Candidates, weights: RouteWeights, block
     uncached = np.full(len(cluster), num_tokens)
     uncached[place] = wish.num_tokens
     sequence_price = weights.decode_price * wish.decode_steps / PRICED_STEPS
-    costs = work(cluster, uncached, sequence_price, weights, columns[LOAD])
+    costs = work(cluster, uncached, 0.0, sequence_price, weights, columns[LOAD])
     takes_such = columns[CAPACITY] >= num_blocks
     has_room = takes_such & (columns[ROOM] >= num_blocks)
     has_room[place] = takes_such[place] and columns[ROOM, place] >= wish.num_blocks

@@ -12,6 +12,7 @@ from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.considered import Considered, Step
 from shoal_cluster.policies.ranking import RouteQuery
 from shoal_cluster.policies.wishes import Rank
+from shoal_replica.prefix_cache import BlockHash
 
 MAX_PRIORITY = 2**31 - 1
 """The largest priority that a client may ask for; the smallest is its negative."""
@@ -67,6 +68,10 @@ class Held:
     matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached on each replica
     matched_s: float = -math.inf  # when ``matched`` was looked up
     matched_of: tuple[str, ...] = ()  # the replicas that ``matched`` speaks of
+    noted: Ints = field(default_factory=lambda: UNKNOWN)  # as ``Alike`` last took in ``matched``:
+    num_known_blocks: int = 0  # the most in it,
+    num_holders: int = 0  # on how many replicas,
+    known_end: BlockHash | None = None  # and the hash of the last of these
     sized_s: float = -math.inf  # when ``num_new_tokens`` was looked up
     seed: int | None = None  # breaks ties; drawn once, so that it goes on waiting at the same replica
     entry: tuple[Rank, int, Held] | None = None  # its place in the order of the queue

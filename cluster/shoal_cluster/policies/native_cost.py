@@ -29,6 +29,8 @@ def native_least_cost(
         query.num_prompt_tokens,
         query.block_size,
         query.num_blocks_needed,
+        query.num_known_blocks,
+        query.spared,
         prefill_price,
         sequence_price,
         _num_eligible_address,

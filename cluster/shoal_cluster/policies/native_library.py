@@ -23,7 +23,7 @@ SIGNATURES = {
     "shoal_table_fault": (BYTES, TABLE),
     "shoal_outlook": (None, ADDRESS, ADDRESS, ctypes.c_double, ADDRESS),
     "shoal_plan": (COUNT, ADDRESS, ADDRESS, BYTES, COUNT, ctypes.c_int, *[ADDRESS] * 2),
-    "shoal_least_cost": (COUNT, ADDRESS, COUNT, ADDRESS, *[COUNT] * 3, *[ctypes.c_double] * 2, ADDRESS),
+    "shoal_least_cost": (COUNT, ADDRESS, COUNT, ADDRESS, *[COUNT] * 4, *[ctypes.c_double] * 3, ADDRESS),
 }
 
 

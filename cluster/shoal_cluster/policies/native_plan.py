@@ -58,11 +58,13 @@ class CWish(ctypes.Structure):
 class CHeld(ctypes.Structure):
     _fields_ = (
         ("due_s", c_double),
+        ("spared", c_double),
         *(
             (name, c_int64)
             for name in (
                 "num_tokens",
                 "num_blocks_needed",
+                "num_known_blocks",
                 "block_size",
                 "decode_steps",
                 "num_replicas",
@@ -143,8 +145,10 @@ class NativePlan:
         one.packed = bytes(
             CHeld(
                 one.due_s,
+                query.spared,
                 query.num_prompt_tokens,
                 query.num_blocks_needed,
+                query.num_known_blocks,
                 query.block_size,
                 query.decode_steps,
                 matched.size,

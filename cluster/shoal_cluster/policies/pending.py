@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 
+from shoal_cluster.policies.alike import Alike
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.considered import Step
@@ -91,7 +92,8 @@ class PendingQueue:
         self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
         self._pace = self._dates.pace
         self._sent = Yielding()
-        self._to_consider = ToConsider(self._shares, self._by_urgency, self._sent, is_one_of_many)
+        self._alike = Alike()
+        self._to_consider = ToConsider(self._shares, self._by_urgency, self._sent, self._alike, is_one_of_many)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -130,6 +132,7 @@ class PendingQueue:
         self.num_tokens -= held.num_new_tokens
         self._count_phase(held, -1)
         self._by_urgency.remove(held)
+        self._alike.drop(held)
         self._shares.leave(held.pending.tenant, held.pending.priority)
 
     def _count_phase(self, held: Held, sign: int) -> None:
@@ -158,6 +161,7 @@ class PendingQueue:
         held = self._held[request_id]
         held.matched, held.matched_of = candidates.num_matched_blocks, candidates.replica_ids
         held.matched_s = held.sized_s = candidates.now
+        self._alike.note(held)
         self._resize(held, uncached_tokens(held.pending.query, int(held.matched.max(initial=0))))
         self._dates.note(held, candidates.now)
 
@@ -226,6 +230,7 @@ class PendingQueue:
                 held.seed = rng.getrandbits(32)
             candidates = view.candidates(held.pending.query.block_hashes, now)
             held.matched, held.matched_s, held.matched_of = candidates.num_matched_blocks, now, view.replica_ids
+            self._alike.note(held)
             draws[number] = candidates, held.seed
             return draws[number]
 
@@ -304,7 +309,7 @@ class PendingQueue:
             if held.sized_s >= now - age_s or (held.sized_s > -math.inf and num_left == 0):
                 continue
             num_left -= held.sized_s > -math.inf
-            query, matched = held.pending.query, look_up(held, view, now)
+            query, matched = held.pending.query, look_up(held, view, now, self._alike)
             its = takes & is_eligible(query, present) if query.is_particular else takes
             num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
             held.sized_s = now

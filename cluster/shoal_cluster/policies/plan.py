@@ -14,7 +14,7 @@ from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.native_plan import NativePlan
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, load, work
+from shoal_cluster.policies.routing import RouteWeights, load, spared_tokens, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -134,7 +134,8 @@ class Plan:
         for number, query in enumerate(queries):
             if query.is_particular:
                 takes[number] = is_eligible(query, cluster)
-        costs = np.where(takes, work(cluster, uncached, prices, self.weights, before), np.inf)
+        spared = np.stack([spared_tokens(one.query, one.matched) for one in considered])
+        costs = np.where(takes, work(cluster, uncached, spared, prices, self.weights, before), np.inf)
         has_room = columns[ROOM] >= np.maximum(size[:, 1:2] - matched, 1)
         with_room = np.where(has_room, costs, np.inf)
         roomy, cheapest, rows = with_room.argmin(axis=1), costs.argmin(axis=1), np.arange(len(queries))

@@ -40,6 +40,9 @@ class RouteQuery:
         passed: pairs of a replica's id and the prompt tokens waiting there that this request goes ahead of, because
             their tenants yield to its own.
         phase: what it is sent for, where replicas have roles: it goes to those for this phase.
+        num_known_blocks: leading blocks of the prompt that some replica has cached, where others wait that begin so.
+        num_alike, num_holders: how many of those there are, this one included, and how many replicas have the blocks.
+            One more would serve its part of them, which share what the blocks cost there.
     """
 
     request_id: str
@@ -51,6 +54,14 @@ class RouteQuery:
     decode_steps: int = PRICED_STEPS
     passed: tuple[tuple[str, int], ...] = ()
     phase: Phase = ""
+    num_known_blocks: int = 0
+    num_alike: int = 1
+    num_holders: int = 0
+
+    @property
+    def spared(self) -> float:
+        """The part of what known blocks cost on one more replica that others pay."""
+        return max(0.0, 1.0 - (self.num_holders + 1) / self.num_alike)
 
     def comes_with(self, num_blocks: int) -> RouteQuery:
         """The same where so many of its leading blocks come with it: they take room, but are not computed."""

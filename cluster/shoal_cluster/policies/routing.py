@@ -88,11 +88,12 @@ class RouteWeights:
 def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random) -> RouteDecision:
     """Rank ``candidates`` for ``query`` by predicted work before its first token.
 
-    Cost = waiting and reserved tokens, less those that the request passes, + prefill_price * uncached prompt tokens
-    + decode_price * sequences there, scaled down for a request with fewer steps. On a slower replica the compute costs
-    proportionally more (the displacement by the prompt's KV does not). Barrier: a replica ranks after all that have
-    room if it has no free slot, or if its free blocks, less those promised and those that its queue will take, cannot
-    hold the request's uncached part. Ties are shuffled by ``rng``.
+    Cost = waiting and reserved tokens, less those that the request passes, + prefill_price * uncached prompt tokens +
+    decode_price * sequences there, scaled down for a request with fewer steps. Of the tokens that are cached elsewhere,
+    a request among ``num_alike`` pays only its share: the others will find them, too. On a slower replica the compute
+    costs proportionally more (the displacement by the prompt's KV does not). Barrier: a replica ranks after all that
+    have room if it has no free slot, or if its free blocks, less those promised and those that its queue will take,
+    cannot hold the request's uncached part. Ties are shuffled by ``rng``.
     """
     score, explain = partial(_price, weights=weights), partial(predicted_work, weights=weights)
     decision = rank(query, candidates, rng, score, explain)
@@ -104,6 +105,8 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     )
     if (offer := best_offer(candidates, decision.ranked[0])) is not None:  # it may give them
         reason += f", {offer.num_blocks} at {offer.replica_id}"
+    if query.spared:
+        reason += f"; {query.num_alike} wait for the first {query.num_known_blocks}, cached by {query.num_holders}"
     return RouteDecision(decision.ranked, reason, decision.candidates)
 
 
@@ -143,7 +146,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             ("waiting", told["num_waiting_tokens"]),
             ("reserved", candidates.num_reserved_tokens),
             *((("passed", -_passed(query, candidates)),) if query.passed else ()),
-            ("prefill", uncached * np.float64(weights.prefill_price)),
+            ("prefill", (uncached - spared_tokens(query, matched)) * np.float64(weights.prefill_price)),
             ("running", running),
             *((("slower", slower),) if slower.any() else ()),
             ("matched_blocks", matched),
@@ -161,7 +164,13 @@ def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> 
 def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
     """The cost behind ``route`` of each replica [n]."""
     uncached = _uncached(query, candidates.num_matched_blocks)
-    return work(candidates, uncached, weights.sequence_price(query), weights, load(query, candidates))
+    spared = spared_tokens(query, candidates.num_matched_blocks)
+    return work(candidates, uncached, spared, weights.sequence_price(query), weights, load(query, candidates))
+
+
+def spared_tokens(query: RouteQuery, num_matched_blocks: Ints) -> Floats:
+    """Of the uncached tokens on each replica, those that others pay [n]."""
+    return np.maximum(query.num_known_blocks - num_matched_blocks, 0) * query.block_size * np.float64(query.spared)
 
 
 def _must_wait(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
@@ -191,12 +200,18 @@ def load(query: RouteQuery, candidates: Candidates) -> Ints:
 
 
 def work(
-    candidates: Candidates, uncached: Ints, sequence_price: float | Floats, weights: RouteWeights, before: Ints
+    candidates: Candidates,
+    uncached: Ints,
+    spared: float | Floats,
+    sequence_price: float | Floats,
+    weights: RouteWeights,
+    before: Ints,
 ) -> Floats:
-    """The cost behind ``route`` of a prompt with ``uncached`` tokens to compute on each replica [n], given its price of
-    a sequence and the ``load`` before it; or of many prompts [q, n] with one price each [q, 1].
+    """The cost behind ``route`` of a prompt with ``uncached`` tokens to compute on each replica [n], ``spared`` ones
+    included, given its price of a sequence and the ``load`` before it; or of many prompts [q, n] with one price each
+    [q, 1].
     """
-    total: Floats = uncached * np.float64(weights.prefill_price)
+    total: Floats = (uncached - spared) * np.float64(weights.prefill_price)
     total += before
     sequences: Floats = sequence_price * candidates.columns[SEQUENCES]
     total += sequences

@@ -114,6 +114,9 @@ def query_to_proto(query: RouteQuery) -> pb.RouteQuery:
         excluded=sorted(query.excluded),
         decode_steps=query.decode_steps,
         passed=dict(query.passed),
+        num_known_blocks=query.num_known_blocks,
+        num_alike=query.num_alike,
+        num_holders=query.num_holders,
         phase=query.phase,
     )
 
@@ -128,6 +131,9 @@ def query_from_proto(query: pb.RouteQuery) -> RouteQuery:
         excluded=frozenset(query.excluded),
         decode_steps=query.decode_steps,
         passed=tuple(sorted(query.passed.items())),
+        num_known_blocks=query.num_known_blocks,
+        num_alike=max(1, query.num_alike),
+        num_holders=query.num_holders,
         phase=_phase(query.phase),
     )
 

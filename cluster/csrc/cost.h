@@ -40,6 +40,12 @@ inline double as_double(int64_t value) {
     return shifted - BASE;
 }
 
+/* Prompt tokens to compute where so many blocks are cached. */
+inline int64_t uncached(int64_t num_tokens, int64_t matched, int64_t block_size) {
+    const int64_t left = num_tokens - matched * block_size;
+    return left > 1 ? left : 1;
+}
+
 /* `missing`: of the uncached tokens those that another replica has; others pay the part `spared` of them. */
 inline double price(int64_t uncached, int64_t missing, double spared, int64_t load, int64_t sequences, int64_t slower,
                     double prefill_price, double sequence_price) {

@@ -11,8 +11,9 @@ int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int
     double least = 0.0;
     bool is_alone = false;
     for (int64_t i = 0; i < num_replicas; ++i) {
-        const int64_t uncached = std::max<int64_t>(num_tokens - matched[i] * block_size, 1);
-        const int64_t missing = std::max<int64_t>(num_known_blocks - matched[i], 0) * block_size;
+        const int64_t uncached = shoal::uncached(num_tokens, matched[i], block_size);
+        const int64_t missing =
+            uncached - shoal::uncached(num_tokens, std::max(matched[i], num_known_blocks), block_size);
         const double cost = shoal::price(uncached, missing, spared, load[i], sequences[i], slower[i], prefill_price,
                                          sequence_price);
         if (best < 0 || cost < least) {

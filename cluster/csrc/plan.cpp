@@ -32,9 +32,10 @@ FOR_EACH_SET void price_all(const ShoalHeld& one, const int64_t* columns, const 
     const int64_t* __restrict room = columns + shoal::ROOM * n;
     const int64_t* __restrict slower = columns + shoal::SLOWER * n;
     for (int64_t i = 0; i < n; ++i) {
-        const int64_t left = tokens - matched[i] * block_size, missing = needed - matched[i];
-        const int64_t elsewhere = known > matched[i] ? (known - matched[i]) * block_size : 0;
-        const double cost = shoal::price(left > 1 ? left : 1, elsewhere, spared, load[i], sequences[i], slower[i],
+        const int64_t left = shoal::uncached(tokens, matched[i], block_size), missing = needed - matched[i];
+        const int64_t elsewhere =
+            left - shoal::uncached(tokens, known > matched[i] ? known : matched[i], block_size);
+        const double cost = shoal::price(left, elsewhere, spared, load[i], sequences[i], slower[i],
                                          prefill_price, sequence_price);
         costs[i] = capacity[i] >= needed ? cost : NEVER;
         with_room[i] = room[i] >= (missing > 1 ? missing : 1) ? costs[i] : NEVER;

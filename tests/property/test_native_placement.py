@@ -152,6 +152,7 @@ costs = st.lists(
     decode_steps=st.integers(1, 128),
     prefill_price=st.floats(0, 20),
     seed=st.integers(0, 2**32),
+    num_more=st.sampled_from((0, 1, 20)),
     known=st.just((0, 1, 0)) | st.tuples(st.integers(1, 20), st.integers(2, 64), st.integers(1, 9)),
 )
 def test_both_choose_the_same(
@@ -160,6 +161,7 @@ def test_both_choose_the_same(
     decode_steps: int,
     prefill_price: float,
     seed: int,
+    num_more: int,
     known: tuple[int, int, int],
 ) -> None:
     columns: Ints = unknown_columns(len(rows))
@@ -175,7 +177,7 @@ def test_both_choose_the_same(
             request_id="one",
             block_hashes=(),
             num_prompt_tokens=num_tokens,
-            num_blocks_needed=num_tokens // 16 + 1,
+            num_blocks_needed=num_tokens // 16 + 1 + num_more,  # that come with it
             block_size=16,
             decode_steps=decode_steps,
             num_known_blocks=known[0],

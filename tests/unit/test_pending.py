@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
@@ -286,6 +287,25 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
             assert dispatch.replica_id == "idle"
             assert int(dispatch.candidates.num_reserved[1]) == num_waiting
             assert dispatch.pending.query.num_alike == num_alike
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_each_in_a_burst_knows_of_the_copies_made_before_it(count: int) -> None:
+    free = make_stats(num_total_blocks=4000, max_num_seqs=64)
+    busy = structs.replace(free, num_waiting_tokens=4000)
+    view = view_of(owner=busy, **dict.fromkeys("abcde", free))
+    view.apply_update("owner", busy, PREFIX, (), 0.0)
+    queue = queue_of(*(pending(f"r{i:02}", 1700, arrival_s=i / 100, hashes=PREFIX) for i in range(count)))
+    told, rng = list[int](), Random(0)
+    while (dispatch := queue.next(view, WEIGHTS, 1.0, rng)) is not None:
+        query, matched = dispatch.pending.query, dispatch.candidates.num_matched_blocks
+        assert query.num_alike == 1 or query.num_holders == np.count_nonzero(matched == 100)
+        told.append(query.num_holders)
+        view.reserve(query.request_id, dispatch.replica_id, 11, 160, 0.0)
+        place = dispatch.candidates.replica_ids.index(dispatch.replica_id)
+        view.expect(query.request_id, dispatch.replica_id, query.block_hashes, int(matched[place]))
+    assert max(told) >= 1
+    assert queue.next(view, WEIGHTS, 1.0, rng) is None
 
 
 def test_a_dispatch_decides_the_same_again() -> None:

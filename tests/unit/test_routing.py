@@ -162,6 +162,23 @@ def test_terms_add_up_to_the_score() -> None:
     assert candidate.score == pytest.approx(75 + WEIGHTS.prefill_price * 128 + WEIGHTS.decode_price * 3)
 
 
+def test_what_others_pay_is_never_more_than_what_is_computed() -> None:
+    """Also where blocks come with the request: they are known, and cost nothing anywhere."""
+    hashes = tuple(hash_blocks(range(1600), 16))
+    large = make_stats(num_total_blocks=1000)
+    asked = make_query(1690, block_hashes=hashes, num_known_blocks=100, num_alike=16, num_holders=1)
+    for query, spared in ((asked, 1600), (asked.comes_with(60), 729), (asked.comes_with(100), 89)):
+        decision = decision_of(query, make_row("warm", large, num_matched_blocks=100), make_row("cold", large))
+        cost = {candidate.replica_id: dict(candidate.terms)["prefill"] for candidate in decision.candidates}
+        uncached = query.num_prompt_tokens
+        warm = max(1, uncached - 1600)
+        assert cost["warm"] == WEIGHTS.prefill_price * warm
+        assert cost["cold"] == WEIGHTS.prefill_price * (uncached - (uncached - warm) * (1 - 2 / 16))
+        assert uncached - warm == spared
+        assert decision.reason.endswith("at least 16 wait for the first 100, cached by 1")
+    assert "wait for" not in decision_of(asked.anew(), make_row("cold", large)).reason
+
+
 def test_a_slower_replica_costs_its_compute_so_many_times_and_what_is_displaced_once() -> None:
     stats = make_stats(num_running=3, num_waiting_tokens=70)
     (candidate,) = decision_of(make_query(), make_row(stats=stats, slowness=2.83)).candidates

@@ -2,61 +2,101 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
-from shoal_cluster.policies.held import UNKNOWN, Held
-from shoal_replica.prefix_cache import BlockHash
+from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.columns import CAPACITY
+from shoal_cluster.policies.held import UNKNOWN, Held, KnownEnd
+from shoal_cluster.policies.ranking import is_eligible
 
 Shared = tuple[int, int, int]
 """``RouteQuery.num_known_blocks``, ``num_alike`` and ``num_holders``."""
 ALONE: Shared = (0, 1, 0)
 
+MIN_ALIKE = 4  # fewer share nothing: where one replica has the blocks, another one would serve half of them
+
+
+@dataclass(slots=True)
+class Group:
+    """Requests that begin alike, and how many replicas have what of them is known.
+
+    Attributes:
+        num_alike: the requests, rounded down to a power of two, so that plans which go by it stand; 1 where there are
+            so few that one more replica would not serve two.
+        num_holders: as last looked up for any of them since there are enough to share, and those that one has been
+            sent to since then.
+    """
+
+    num_waiting: int = 0
+    num_holders: int = 0
+
+    @property
+    def num_alike(self) -> int:
+        rounded = 1 << self.num_waiting.bit_length() >> 1
+        return rounded if rounded >= max(MIN_ALIKE, self.num_holders + 2) else 1
+
 
 class Alike:
-    """Counts held requests by the last of the leading blocks that some replica caches of each.
+    """Groups held requests by the last of the leading blocks that a replica caches of each which may take it.
 
     Attributes:
         num_changes: while it is the same, ``of`` says the same of each, except of one that is noted in between.
     """
 
     def __init__(self) -> None:
-        self._counts = Counter[BlockHash]()
+        self._groups: dict[KnownEnd, Group] = {}
         self.num_changes = 0
 
-    def note(self, held: Held) -> None:
-        """What is cached of its prompt has been looked up."""
+    def note(self, held: Held, present: Candidates) -> None:
+        """What is cached of its prompt on the replicas ``present`` has been looked up."""
         if held.matched is held.noted:
             return
-        held.noted = held.matched
-        held.num_known_blocks = int(held.matched.max(initial=0))
-        held.num_holders = int(np.count_nonzero(held.matched == held.num_known_blocks))
-        end = held.pending.query.block_hashes[held.num_known_blocks - 1] if held.num_known_blocks else None
+        held.noted = matched = held.matched
+        query, place = held.pending.query, int(matched.argmax()) if matched.size else -1
+        known = matched.item(place) if matched.size else 0
+        if known and (query.is_particular or present.columns.item(CAPACITY, place) < query.num_blocks_needed):
+            matched = np.where(is_eligible(query, present), matched, 0)
+            known = matched.item(matched.argmax())
+        held.num_known_blocks = known
+        end = (query.block_hashes[known - 1], query.phase) if known else None
         if end != held.known_end:
-            self._count(held.known_end, -1)
-            self._count(end, +1)
+            self._change(held.known_end, num_waiting=-1)
+            self._change(end, num_waiting=1)
             held.known_end = end
+        if end is not None and self._groups[end].num_waiting >= MIN_ALIKE:
+            num_holders = int(np.count_nonzero((matched == known) & is_eligible(query, present)))
+            self._change(end, num_holders=num_holders - self._groups[end].num_holders)
+
+    def send(self, held: Held, num_matched_blocks: int) -> None:
+        """It goes to a replica that has so many of its blocks, and will have the others soon."""
+        end, is_copied = held.known_end, num_matched_blocks < held.num_known_blocks
+        self.drop(held)
+        if is_copied and end in self._groups:
+            self._change(end, num_holders=1)
 
     def drop(self, held: Held) -> None:
         """It no longer waits."""
-        self._count(held.known_end, -1)
+        self._change(held.known_end, num_waiting=-1)
         held.noted, held.known_end = UNKNOWN, None
 
     def of(self, held: Held) -> Shared:
-        """What ``RouteQuery`` says of it: the number alike is a power of two, so that it changes seldom."""
+        """What ``RouteQuery`` says of it."""
         if held.known_end is None:
             return ALONE
-        num_alike = 1 << (self._counts[held.known_end].bit_length() - 1)
-        if num_alike <= held.num_holders + 1:  # one more replica would serve it alone
-            return ALONE
-        return held.num_known_blocks, num_alike, held.num_holders
+        group = self._groups[held.known_end]
+        num_alike = group.num_alike
+        return ALONE if num_alike == 1 else (held.num_known_blocks, num_alike, group.num_holders)
 
-    def _count(self, end: BlockHash | None, change: int) -> None:
-        if end is None:
+    def _change(self, end: KnownEnd | None, num_waiting: int = 0, num_holders: int = 0) -> None:
+        if end is None or not (num_waiting or num_holders):
             return
-        before, now = self._counts[end], self._counts[end] + change
-        self._counts[end] = now
-        self.num_changes += before.bit_length() != now.bit_length()  # the power of two is another one
-        if not now:
-            del self._counts[end]
+        group = self._groups.setdefault(end, Group())
+        before = group.num_alike, group.num_holders
+        group.num_waiting += num_waiting
+        group.num_holders += num_holders
+        now = group.num_alike, group.num_holders
+        self.num_changes += before != now and (before[0] > 1 or now[0] > 1)
+        if not group.num_waiting:
+            del self._groups[end]

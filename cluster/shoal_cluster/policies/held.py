@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal_cluster.policies.columns import Ints
+from shoal_cluster.policies.columns import Ints, Phase
 from shoal_cluster.policies.considered import Considered, Step
 from shoal_cluster.policies.ranking import RouteQuery
 from shoal_cluster.policies.wishes import Rank
@@ -44,6 +44,8 @@ class QueuePlace(NamedTuple):
     due_in_s: float
 
 
+KnownEnd = tuple[BlockHash, Phase]
+"""The last block of a prompt that replicas are known to cache, and what the request is placed for."""
 UNKNOWN = np.zeros(0, np.int64)
 
 
@@ -69,9 +71,8 @@ class Held:
     matched_s: float = -math.inf  # when ``matched`` was looked up
     matched_of: tuple[str, ...] = ()  # the replicas that ``matched`` speaks of
     noted: Ints = field(default_factory=lambda: UNKNOWN)  # as ``Alike`` last took in ``matched``:
-    num_known_blocks: int = 0  # the most in it,
-    num_holders: int = 0  # on how many replicas,
-    known_end: BlockHash | None = None  # and the hash of the last of these
+    num_known_blocks: int = 0  # the most on a replica that may take it,
+    known_end: KnownEnd | None = None  # and where these end
     sized_s: float = -math.inf  # when ``num_new_tokens`` was looked up
     seed: int | None = None  # breaks ties; drawn once, so that it goes on waiting at the same replica
     entry: tuple[Rank, int, Held] | None = None  # its place in the order of the queue

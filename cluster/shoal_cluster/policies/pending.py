@@ -18,7 +18,7 @@ from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.considered import Step
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
-from shoal_cluster.policies.held import RESUMED_PRIORITY, Held, PendingRequest, QueuePlace
+from shoal_cluster.policies.held import RESUMED_PRIORITY, UNKNOWN, Held, PendingRequest, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.look import Draw, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
@@ -154,6 +154,7 @@ class PendingQueue:
                 self._by_urgency.remove(held)
                 held.pending = replace(held.pending, query=replace(held.pending.query, phase=""))
                 held.considered = held.step = None
+                held.noted = UNKNOWN
                 self._by_urgency.put(held)
 
     def know_match(self, request_id: str, candidates: Candidates) -> None:
@@ -161,7 +162,8 @@ class PendingQueue:
         held = self._held[request_id]
         held.matched, held.matched_of = candidates.num_matched_blocks, candidates.replica_ids
         held.matched_s = held.sized_s = candidates.now
-        self._alike.note(held)
+        if len(self._held) > 1:
+            self._alike.note(held, candidates)
         self._resize(held, uncached_tokens(held.pending.query, int(held.matched.max(initial=0))))
         self._dates.note(held, candidates.now)
 
@@ -230,7 +232,8 @@ class PendingQueue:
                 held.seed = rng.getrandbits(32)
             candidates = view.candidates(held.pending.query.block_hashes, now)
             held.matched, held.matched_s, held.matched_of = candidates.num_matched_blocks, now, view.replica_ids
-            self._alike.note(held)
+            if len(self._held) > 1:
+                self._alike.note(held, candidates)
             draws[number] = candidates, held.seed
             return draws[number]
 
@@ -296,6 +299,7 @@ class PendingQueue:
             self._sent.note(pending.query.request_id, view)
         self._resize(held, uncached_tokens(pending.query, num_matched_blocks))
         self._shares.charge(pending.tenant, held.num_new_tokens, now, pending.priority)
+        self._alike.send(held, num_matched_blocks)
         self._take_out(held)
         return yields
 
@@ -309,7 +313,8 @@ class PendingQueue:
             if held.sized_s >= now - age_s or (held.sized_s > -math.inf and num_left == 0):
                 continue
             num_left -= held.sized_s > -math.inf
-            query, matched = held.pending.query, look_up(held, view, now, self._alike)
+            query, matched = held.pending.query, look_up(held, view, now)
+            self._alike.note(held, present)
             its = takes & is_eligible(query, present) if query.is_particular else takes
             num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
             held.sized_s = now

@@ -41,8 +41,8 @@ class RouteQuery:
             their tenants yield to its own.
         phase: what it is sent for, where replicas have roles: it goes to those for this phase.
         num_known_blocks: leading blocks of the prompt that some replica has cached, where others wait that begin so.
-        num_alike, num_holders: how many of those there are, this one included, and how many replicas have the blocks.
-            One more would serve its part of them, which share what the blocks cost there.
+        num_alike, num_holders: how many of those there are at least, this one included, and how many replicas have the
+            blocks. One more would serve its part of them, which share what the blocks cost there.
     """
 
     request_id: str
@@ -62,6 +62,10 @@ class RouteQuery:
     def spared(self) -> float:
         """The part of what known blocks cost on one more replica that others pay."""
         return max(0.0, 1.0 - (self.num_holders + 1) / self.num_alike)
+
+    def anew(self) -> RouteQuery:
+        """The same for a decision at another time: what it says of other requests is out of date."""
+        return replace(self, passed=(), num_known_blocks=0, num_alike=1, num_holders=0)
 
     def comes_with(self, num_blocks: int) -> RouteQuery:
         """The same where so many of its leading blocks come with it: they take room, but are not computed."""

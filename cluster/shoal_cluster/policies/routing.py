@@ -106,7 +106,9 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     if (offer := best_offer(candidates, decision.ranked[0])) is not None:  # it may give them
         reason += f", {offer.num_blocks} at {offer.replica_id}"
     if query.spared:
-        reason += f"; {query.num_alike} wait for the first {query.num_known_blocks}, cached by {query.num_holders}"
+        reason += (
+            f"; at least {query.num_alike} wait for the first {query.num_known_blocks}, cached by {query.num_holders}"
+        )
     return RouteDecision(decision.ranked, reason, decision.candidates)
 
 
@@ -170,7 +172,8 @@ def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Fl
 
 def spared_tokens(query: RouteQuery, num_matched_blocks: Ints) -> Floats:
     """Of the uncached tokens on each replica, those that others pay [n]."""
-    return np.maximum(query.num_known_blocks - num_matched_blocks, 0) * query.block_size * np.float64(query.spared)
+    elsewhere = _uncached(query, np.maximum(num_matched_blocks, query.num_known_blocks))
+    return (_uncached(query, num_matched_blocks) - elsewhere) * np.float64(query.spared)
 
 
 def _must_wait(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:

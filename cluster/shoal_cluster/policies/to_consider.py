@@ -65,12 +65,15 @@ class ToConsider:
         considered: list[Considered] = []
         num_changes = self._alike.num_changes  # more may come: those before are then to be told anew
         is_even, until_s = self._shares.are_even, math.inf
+        present = view.present(now)
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
         other = next(foreign, None)
         passed: dict[str, Passed] = {}  # by the column of due dates
         for held, due_s in order:
             max_age_s = MAX_MATCH_AGE_S if considered else MAX_FIRST_MATCH_AGE_S
-            matched = look_up(held, view, now, self._alike, max_age_s)
+            matched = look_up(held, view, now, max_age_s)
+            if len(order) > 1:
+                self._alike.note(held, present)
             one, base = held.considered, held.pending.query
             until_s = min(until_s, held.matched_s + max_age_s)
             before: tuple[PlacedWish, ...] = ()
@@ -109,12 +112,11 @@ def _saying(query: RouteQuery, passed: Passed, shared: Shared) -> RouteQuery:
     return replace(query, passed=passed, num_known_blocks=known, num_alike=alike, num_holders=holders)
 
 
-def look_up(held: Held, view: ClusterView, now: float, alike: Alike, max_age_s: float = MAX_MATCH_AGE_S) -> Ints:
+def look_up(held: Held, view: ClusterView, now: float, max_age_s: float = MAX_MATCH_AGE_S) -> Ints:
     """Blocks of its prompt cached on each replica [n], as looked up no longer than ``max_age_s`` ago."""
     if held.matched_of is not view.replica_ids:
         held.step, held.matched_s = None, -math.inf  # the place in ``step`` is one of other replicas
     if held.matched_s < now - max_age_s:
         held.matched = view.match(held.pending.query.block_hashes)
         held.matched_s, held.matched_of = now, view.replica_ids
-        alike.note(held)
     return held.matched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord
 from shoal_replica.request import TokenDelta
@@ -55,7 +55,7 @@ class SentRequests:
         if (record := self.records.get(request_id)) is None:
             return ()
         if request_id in self._ranked:
-            return decide(replace(record.query, passed=())).ranked  # ``passed`` is out of date
+            return decide(record.query.anew()).ranked
         self._ranked.add(request_id)
         return record.decision.ranked
 

@@ -333,4 +333,4 @@ class SimGateway:
 
 
 def _without(query: RouteQuery, replica_id: str) -> RouteQuery:
-    return replace(query, excluded=query.excluded | {replica_id}, passed=(), phase="")
+    return replace(query.anew(), excluded=query.excluded | {replica_id}, phase="")

@@ -308,6 +308,23 @@ def test_each_in_a_burst_knows_of_the_copies_made_before_it(count: int) -> None:
     assert queue.next(view, WEIGHTS, 1.0, rng) is None
 
 
+def test_who_waits_for_a_role_for_long_goes_anywhere_and_is_like_others_then() -> None:
+    full = make_stats(num_total_blocks=1000, num_waiting_tokens=3000)
+    view = view_of(decodes=full, prefills=make_stats(num_total_blocks=1000))
+    view.set_roles({"decodes": "decode", "prefills": "prefill"})
+    view.apply_update("decodes", full, PREFIX, (), 0.0)
+    requests = [pending(f"r{i}", 1700, hashes=PREFIX) for i in range(4)]
+    queue = queue_of(*(replace(one, query=replace(one.query, phase="decode")) for one in requests))
+    assert send(queue, view, 0.0) == []
+    assert [one.query.phase for one in queue] == ["decode"] * 4
+    view.apply_update("decodes", full, (), (), 0.5)
+    dispatch = queue.next(view, WEIGHTS, 0.5, Random(0))
+    assert dispatch is not None
+    assert (dispatch.replica_id, dispatch.pending.query.phase) == ("prefills", "")
+    assert dispatch.pending.query.num_alike == 4
+    assert [one.query.phase for one in queue] == [""] * 3
+
+
 def test_a_dispatch_decides_the_same_again() -> None:
     queue = queue_of(*(pending(f"r{i}") for i in range(5)))
     view = view_of(a=make_stats(), b=make_stats(), c=make_stats(num_running=1))

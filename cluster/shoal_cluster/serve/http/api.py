@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -16,19 +17,20 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.serve.call import GatewayCore, GenerateCall, ModelCard
+from shoal_cluster.serve.call import GatewayCore, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.http.access import KeyCheck
-from shoal_cluster.serve.http.encoding import Json, encode
+from shoal_cluster.serve.http.answers import Answers, B, GrowingAnswers
+from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response, http_error, invalid_body, report_response
-from shoal_cluster.serve.http.messages_answers import MessagesAnswers
+from shoal_cluster.serve.http.messages_answers import new_message
 from shoal_cluster.serve.http.messages_types import MessagesRequest
 from shoal_cluster.serve.http.openai_answers import ChoiceAnswers
 from shoal_cluster.serve.http.openai_chat import ChatRequest
 from shoal_cluster.serve.http.openai_shapes import ChatShape, CompletionShape
 from shoal_cluster.serve.http.openai_tools import NamedChoice
 from shoal_cluster.serve.http.openai_types import CompletionRequest
-from shoal_cluster.serve.http.responses_answers import ResponsesAnswers
+from shoal_cluster.serve.http.responses_answers import new_response
 from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesRequest
 from shoal_cluster.serve.http.stream import EventStream, RequestFrame, until_disconnect
 from shoal_cluster.serve.http.tokens import tokens_router
@@ -51,39 +53,6 @@ class HttpCore(GatewayCore, Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
         ...
-
-
-class AskingBody(Protocol):
-    """A body that asks for an answer."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def stream(self) -> bool | None: ...
-
-    def to_calls(self, request_id: str) -> list[GenerateCall]:
-        """The calls that it asks for. Raises InvalidArgument."""
-        ...
-
-    def in_its_words(self, error: Exception) -> Exception:
-        """``error`` with the field that the body has for it."""
-        ...
-
-
-B = TypeVar("B", bound=AskingBody, contravariant=True)
-
-
-class Answers(Protocol[B]):
-    """Runs the calls of a body, and answers with one JSON object or with server-sent events."""
-
-    def whole(
-        self, core: GatewayCore, calls: Sequence[GenerateCall], body: B, request_id: str, model: str
-    ) -> Coroutine[Any, Any, Json]: ...
-
-    def events(
-        self, core: GatewayCore, calls: Sequence[GenerateCall], body: B, request_id: str, model: str
-    ) -> AsyncGenerator[bytes, None]: ...
 
 
 def build_http_app(
@@ -120,7 +89,7 @@ def build_http_app(
     app.include_router(tokens_router(core))
     shape = ChatShape(core.token_bytes)
     chats, completions = ChoiceAnswers(shape), ChoiceAnswers(CompletionShape(core.token_bytes))
-    responses, messages = ResponsesAnswers(shape), MessagesAnswers()
+    responses, messages = GrowingAnswers(partial(new_response, shape)), GrowingAnswers(new_message)
 
     @app.post(CHAT_PATH)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:

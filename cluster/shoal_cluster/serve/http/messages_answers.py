@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal_cluster.chat.answer_reader import CallPiece
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
-from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.call import Chunk, GatewayCore, Usage
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.messages_types import MessagesRequest
@@ -29,6 +27,7 @@ class Answer:
     """One message as it comes into being. ``take`` returns the events of a chunk; ``body`` is the whole so far."""
 
     def __init__(self, body: MessagesRequest, request_id: str, model: str, max_model_len: int) -> None:
+        self._request_id = request_id
         self._max_tokens = body.max_tokens
         self._max_model_len = max_model_len
         self._num_tokens = 0  # of prompt and answer, once these are known
@@ -66,6 +65,10 @@ class Answer:
     def end(self) -> bytes:
         """The last events."""
         return _event("message_delta", delta=self._end, usage=self._usage) + _event("message_stop")
+
+    def fail(self, error: Exception) -> bytes:
+        """The event that ends a stream which has begun."""
+        return event(report(error, self._request_id).anthropic_body(self._request_id), "error")
 
     def _grow(self, kind: str, text: str) -> bytes:
         is_open = bool(self._text) and self._blocks[-1]["type"] == kind
@@ -111,38 +114,9 @@ class Answer:
         return {"stop_reason": "tool_use" if has_called else "end_turn", "stop_sequence": None}
 
 
-class MessagesAnswers:
-    """Answers messages, as a whole or as events."""
-
-    async def whole(
-        self, core: GatewayCore, calls: Sequence[GenerateCall], body: MessagesRequest, request_id: str, model: str
-    ) -> Json:
-        """Run the call to its end and return the message."""
-        answer = Answer(body, request_id, model, core.model_card(body.model).max_model_len)
-        async with open_merged_chunks(core, calls) as chunks:
-            async for _, chunk in chunks:
-                answer.take(chunk)
-        return answer.body()
-
-    async def events(
-        self, core: GatewayCore, calls: Sequence[GenerateCall], body: MessagesRequest, request_id: str, model: str
-    ) -> AsyncGenerator[bytes, None]:
-        """Run the call; yields server-sent events as chunks come. Closing the generator cancels it."""
-        answer = Answer(body, request_id, model, core.model_card(body.model).max_model_len)
-        begin = answer.begin()  # told with the first chunk, so that an error before it has a status of its own
-        try:
-            async with open_merged_chunks(core, calls) as chunks:
-                async for _, chunk in chunks:
-                    if events := begin + answer.take(chunk):
-                        begin = b""
-                        yield events
-        except Exception as error:
-            if begin:
-                raise
-            told = report(body.in_its_words(error), request_id)
-            yield event(told.anthropic_body(request_id), "error")
-            return
-        yield begin + answer.end()
+def new_message(core: GatewayCore, body: MessagesRequest, request_id: str, model: str, tells: bool) -> Answer:
+    """An answer to ``body`` that is empty yet, for ``GrowingAnswers``."""
+    return Answer(body, request_id, model, core.model_card(body.model).max_model_len)
 
 
 def _object(arguments: str) -> Json:

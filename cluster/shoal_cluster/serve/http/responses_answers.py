@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from shoal_cluster.chat.answer_reader import CallPiece
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
-from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.call import Chunk, GatewayCore, Usage
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.openai_shapes import ChatShape
@@ -167,40 +165,11 @@ class Response:
         return event(body, kind)
 
 
-class ResponsesAnswers:
-    """Answers responses, as a whole or as events."""
-
-    def __init__(self, shape: ChatShape) -> None:
-        self._shape = shape
-
-    async def whole(
-        self, core: GatewayCore, calls: Sequence[GenerateCall], body: ResponsesRequest, request_id: str, model: str
-    ) -> Json:
-        """Run the call to its end and return the response."""
-        response = Response(body, request_id, model, self._shape, tells=False)
-        async with open_merged_chunks(core, calls) as chunks:
-            async for _, chunk in chunks:
-                response.take(chunk)
-        return response.body()
-
-    async def events(
-        self, core: GatewayCore, calls: Sequence[GenerateCall], body: ResponsesRequest, request_id: str, model: str
-    ) -> AsyncGenerator[bytes, None]:
-        """Run the call; yields server-sent events as chunks come. Closing the generator cancels it."""
-        response = Response(body, request_id, model, self._shape)
-        has_begun = False
-        try:
-            async with open_merged_chunks(core, calls) as chunks:
-                async for _, chunk in chunks:
-                    events = b"" if has_begun else response.begin()
-                    has_begun = True
-                    yield events + response.take(chunk)
-        except Exception as error:
-            if not has_begun:
-                raise
-            yield response.fail(body.in_its_words(error))
-            return
-        yield (b"" if has_begun else response.begin()) + response.end()
+def new_response(
+    shape: ChatShape, core: GatewayCore, body: ResponsesRequest, request_id: str, model: str, tells: bool
+) -> Response:
+    """An answer to ``body`` that is empty yet, for ``GrowingAnswers``."""
+    return Response(body, request_id, model, shape, tells=tells)
 
 
 def _head(body: ResponsesRequest, request_id: str, model: str) -> Json:

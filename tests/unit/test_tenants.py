@@ -61,6 +61,31 @@ def test_who_waits_and_has_had_nothing_counts() -> None:
     assert shares.are_even
 
 
+class Diligent(FairShares):
+    """Counts anew at every change."""
+
+    def _note_change(self) -> None:
+        self._count_anew(0.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_who_was_alone_is_known_for_what_it_had(seed: int) -> None:
+    rng, now = Random(seed), 0.0
+    lazy, diligent = FairShares(), Diligent()
+    for number in range(60):
+        now += rng.expovariate(4.0)
+        tenant, num_tokens = "alone" if number < 40 else rng.choice(("alone", "comes")), rng.uniform(1.0, 5000.0)
+        for shares in (lazy, diligent):
+            shares.enter(tenant, now)
+            shares.ask(tenant, round(num_tokens), shares.clock)
+            shares.charge(tenant, num_tokens, now)
+            shares.leave(tenant)
+        assert places(lazy, "alone", "comes") == places(diligent, "alone", "comes")
+        assert [lazy.is_over(name) for name in ("alone", "comes")] == [
+            diligent.is_over(name) for name in ("alone", "comes")
+        ]
+
+
 @pytest.mark.parametrize("num_tenants", [5, 20, 300])
 def test_among_tenants_that_ask_alike_nearly_nobody_is_heavy(num_tenants: int) -> None:
     """Requests arrive at random and have very different lengths."""

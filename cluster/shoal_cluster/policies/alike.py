@@ -23,19 +23,23 @@ class Group:
     """Requests that begin alike, and how many replicas have what of them is known.
 
     Attributes:
-        num_alike: the requests, rounded down to a power of two, so that plans which go by it stand; 1 where there are
-            so few that one more replica would not serve two.
+        num_known_blocks: how long that is.
         num_holders: as last looked up for any of them since there are enough to share, and those that one has been
             sent to since then.
+        shared: what is said of each. The number of requests is rounded down to a power of two, so that plans which go
+            by it stand; they share nothing where there are so few that one more replica would not serve two.
     """
 
+    num_known_blocks: int
     num_waiting: int = 0
     num_holders: int = 0
+    shared: Shared = ALONE
 
-    @property
-    def num_alike(self) -> int:
+    def share(self) -> None:
+        """Bring ``shared`` up to date."""
         rounded = 1 << self.num_waiting.bit_length() >> 1
-        return rounded if rounded >= max(MIN_ALIKE, self.num_holders + 2) else 1
+        is_many = rounded >= max(MIN_ALIKE, self.num_holders + 2)
+        self.shared = (self.num_known_blocks, rounded, self.num_holders) if is_many else ALONE
 
 
 class Alike:
@@ -63,6 +67,8 @@ class Alike:
         end = (query.block_hashes[known - 1], query.phase) if known else None
         if end != held.known_end:
             self._change(held.known_end, num_waiting=-1)
+            if end is not None:
+                self._groups.setdefault(end, Group(known))
             self._change(end, num_waiting=1)
             held.known_end = end
         if end is not None and self._groups[end].num_waiting >= MIN_ALIKE:
@@ -85,18 +91,15 @@ class Alike:
         """What ``RouteQuery`` says of it."""
         if held.known_end is None:
             return ALONE
-        group = self._groups[held.known_end]
-        num_alike = group.num_alike
-        return ALONE if num_alike == 1 else (held.num_known_blocks, num_alike, group.num_holders)
+        return self._groups[held.known_end].shared
 
     def _change(self, end: KnownEnd | None, num_waiting: int = 0, num_holders: int = 0) -> None:
         if end is None or not (num_waiting or num_holders):
             return
-        group = self._groups.setdefault(end, Group())
-        before = group.num_alike, group.num_holders
+        group, before = self._groups[end], self._groups[end].shared
         group.num_waiting += num_waiting
         group.num_holders += num_holders
-        now = group.num_alike, group.num_holders
-        self.num_changes += before != now and (before[0] > 1 or now[0] > 1)
+        group.share()
+        self.num_changes += group.shared != before
         if not group.num_waiting:
             del self._groups[end]

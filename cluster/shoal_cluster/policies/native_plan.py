@@ -88,6 +88,7 @@ _layout = CTold(
     addressof(_dues_s),
 )
 _may_start, _outlook, _numbers = c_int(), COutlook(), (c_int64 * 64)()
+_last_told: tuple[NDArray[np.void], int] = np.zeros(0, TOLD), 0
 
 
 class NativePlan:
@@ -103,7 +104,7 @@ class NativePlan:
             weights.prefill_price,
             weights.decode_price,
             max_steps_ahead,
-            _address(self._told),
+            _address_of_told(self._told),
             addressof(_layout),
         )
 
@@ -181,6 +182,14 @@ def _decisions(count: int) -> ctypes.Array[c_int64]:
     if len(_numbers) < 2 * count:
         _numbers = (c_int64 * (2 * count))()
     return _numbers
+
+
+def _address_of_told(told: NDArray[np.void]) -> int:
+    """``_address``, which takes microseconds for an array of records. A view keeps one array until members change."""
+    global _last_told
+    if told is not _last_told[0]:
+        _last_told = told, _address(told)
+    return _last_told[1]
 
 
 def _address(array: Array) -> int:

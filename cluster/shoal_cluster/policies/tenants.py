@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -43,8 +42,8 @@ class FairShares:
 
     def __init__(self) -> None:
         self.num_changes = 0
-        self._num_held = Counter[tuple[str, int]]()  # by tenant and priority
-        self._held_by = Counter[str]()
+        self._num_held: dict[tuple[str, int], int] = {}  # by tenant and priority
+        self._held_by: dict[str, int] = {}
         self._asked: dict[str, float] = {}  # tokens asked for lately, as of age 0
         self._level: float | None = None  # the even one, once it was needed; as of this age:
         self._level_age = 0.0
@@ -60,9 +59,9 @@ class FairShares:
     def enter(self, tenant: str, now: float, priority: int = 0) -> None:
         """From ``now`` (seconds) the tenant holds one more request of that priority, lower being more urgent."""
         self._pass_time(now)
-        self._held_by[tenant] += 1
-        self._num_held[tenant, priority] += 1
-        if self._num_held[tenant, priority] == 1 and tenant not in self._served:
+        self._held_by[tenant] = self._held_by.get(tenant, 0) + 1
+        self._num_held[tenant, priority] = num_held = self._num_held.get((tenant, priority), 0) + 1
+        if num_held == 1 and tenant not in self._served:
             self._note_change()
 
     @property
@@ -76,14 +75,12 @@ class FairShares:
 
     def leave(self, tenant: str, priority: int = 0) -> None:
         """The tenant holds one request of that priority less."""
-        self._held_by[tenant] -= 1
-        self._num_held[tenant, priority] -= 1
-        if not self._held_by[tenant]:
-            del self._held_by[tenant]
-        if not self._num_held[tenant, priority]:
-            del self._num_held[tenant, priority]
-            if tenant not in self._served:
-                self._note_change()
+        if num_left := self._held_by.pop(tenant) - 1:
+            self._held_by[tenant] = num_left
+        if num_left := self._num_held.pop((tenant, priority)) - 1:
+            self._num_held[tenant, priority] = num_left
+        elif tenant not in self._served:
+            self._note_change()
 
     def charge(self, tenant: str, num_tokens: float, now: float, priority: int = 0) -> None:
         """``tenant``, which still holds the request, gets service of ``num_tokens`` at ``now``."""
@@ -137,6 +134,8 @@ class FairShares:
 
     def _note_change(self) -> None:
         self._num_since += 1
+        if not self._places and len(self._served) == 1 and self._held_by.keys() <= self._served.keys():
+            return  # there is nobody to share with
         if self._num_since * COUNTED_ANEW >= len(self._served) + len(self._held_by):
             self._count_anew(0.0)
 

@@ -72,7 +72,7 @@ class ToConsider:
         for held, due_s in order:
             max_age_s = MAX_MATCH_AGE_S if considered else MAX_FIRST_MATCH_AGE_S
             matched = look_up(held, view, now, max_age_s)
-            if len(order) > 1:
+            if matched is not held.noted and len(order) > 1:
                 self._alike.note(held, present)
             one, base = held.considered, held.pending.query
             until_s = min(until_s, held.matched_s + max_age_s)
@@ -89,9 +89,7 @@ class ToConsider:
             shared = self._alike.of(held)
             query = base if one is None else one.query
             if not _says(query, passes, shared):
-                query = base
-            if not _says(query, passes, shared):
-                query = _saying(base, passes, shared)
+                query = base if _says(base, passes, shared) else _saying(base, passes, shared)
             if one is None or not one.is_of(query, due_s, matched, before):
                 one = held.considered = Considered(query, due_s, matched, before)
             considered.append(one)

@@ -37,6 +37,16 @@ class _Kept:
         self.num_bytes = 0
 
 
+class _KeptLook:
+    """A look and, once measured, about how much memory it takes."""
+
+    __slots__ = ("look", "num_bytes")
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self.num_bytes = 0
+
+
 class RouteLog:
     """Records by call, including those of its resumes. The calls decided on longest ago are forgotten first.
 
@@ -50,7 +60,8 @@ class RouteLog:
         self._records: OrderedDict[str, list[_Kept]] = OrderedDict()
         self._unmeasured: list[_Kept] = []
         self._measured: Sequence[ReplicaStats | None] = ()  # of the record that was measured last
-        self._looks: OrderedDict[str, tuple[Look, int]] = OrderedDict()  # by request id, with its size
+        self._looks: OrderedDict[str, _KeptLook] = OrderedDict()  # by request id
+        self._unmeasured_looks: list[_KeptLook] = []
         self._refusals: OrderedDict[str, tuple[Refusal, int]] = OrderedDict()  # by call, the last; with its size
         self._num_look_bytes = 0
         self._num_refusal_bytes = 0
@@ -82,11 +93,11 @@ class RouteLog:
 
     def add_look(self, request_id: str, look: Look) -> None:
         """Keep the look that sent a request, beside its record."""
-        if (before := self._looks.pop(request_id, None)) is not None:
-            self._num_look_bytes -= before[1]
-        num_bytes = look.num_bytes
-        self._looks[request_id] = look, num_bytes
-        self._num_look_bytes += num_bytes
+        if request_id in self._looks:
+            self._measure()
+            self._forget_look(request_id)
+        kept = self._looks[request_id] = _KeptLook(look)
+        self._unmeasured_looks.append(kept)
 
     def refuse(self, refusal: Refusal) -> None:
         """Keep why a request was refused or given up: the last refusal of each call. The oldest are forgotten first."""
@@ -115,13 +126,17 @@ class RouteLog:
                 self.num_bytes -= kept.num_bytes
                 self._forget_look(kept.record.query.request_id)
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
-            self._num_look_bytes -= self._looks.popitem(last=False)[1][1]
+            self._num_look_bytes -= self._looks.popitem(last=False)[1].num_bytes
 
     def _measure(self) -> None:
         for kept in self._unmeasured:
             kept.num_bytes = self._size(kept.record)
             self.num_bytes += kept.num_bytes
         self._unmeasured.clear()
+        for look in self._unmeasured_looks:
+            look.num_bytes = look.look.num_bytes
+            self._num_look_bytes += look.num_bytes
+        self._unmeasured_looks.clear()
 
     def _size(self, record: RouteRecord | AdmissionRecord) -> int:
         """About: what replicas said is shared with the record before, but for those that have spoken since."""
@@ -133,12 +148,13 @@ class RouteLog:
 
     def _forget_look(self, request_id: str) -> None:
         """Forget a look with its record: nobody would find it without, and it keeps prompts' hashes alive."""
-        self._num_look_bytes -= self._looks.pop(request_id, (None, 0))[1]
+        if (kept := self._looks.pop(request_id, None)) is not None:
+            self._num_look_bytes -= kept.num_bytes
 
     def look_of(self, request_id: str) -> Look | None:
         """The look that sent a request, the last if several did: what came before it, and where that was to wait."""
-        look, _ = self._looks.get(request_id, (None, 0))
-        return look
+        kept = self._looks.get(request_id)
+        return None if kept is None else kept.look
 
     def of_call(self, call_id: str) -> list[RouteRecord]:
         """The records kept for a call, oldest first: the first one and the last few."""

@@ -13,6 +13,7 @@ from shoal_cluster.settings import Settings
 from shoal_replica.adapter import NAME_PATTERN
 from shoal_replica.config import DEFAULT_BLOCK_SIZES, ParallelConfig, SchedulerConfig
 from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
+from shoal_replica.sampling_defaults import sampling_defaults
 
 GIB = 2**30
 
@@ -186,6 +187,9 @@ class ClusterConfig(Settings):
 
     model: str = Field(min_length=1)
     served_model_name: str | None = None
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="of sampling parameters that a request leaves out: the checkpoint's, or OpenAI's"
+    )
     adapters: dict[AdapterName, AdapterSource] = Field(
         default_factory=dict, description="LoRA adapters: the names that clients use, and their folders or hub ids"
     )
@@ -221,6 +225,10 @@ class ClusterConfig(Settings):
         fields = self.scaling.model_dump(exclude={"schedules"})
         schedules = tuple(Schedule(**s.model_dump()) for s in self.scaling.schedules)
         return ScaleConfig(ttft_objective_s=self.objective.ttft_s, schedules=schedules, **fields)
+
+    def sampling_defaults(self, folder: Path) -> dict[str, Any]:
+        """Of requests to the model in ``folder``. Raises ConfigError for a file with values out of their limits."""
+        return sampling_defaults(folder) if self.generation_config == "auto" else {}
 
     def with_scaling(self, changes: dict[str, Any]) -> ClusterConfig:
         """A copy with some keys of ``scaling`` changed. Raises ConfigError as ``from_args`` does."""

@@ -114,10 +114,13 @@ def _is_hub_id(model: str) -> bool:
 
 def _hub_checkpoint(model: str, field: str = "model") -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
+    except GatedRepoError:  # one of the next, too
+        how = "accept its terms there, and set HF_TOKEN where Ray starts"
+        raise NotFound(f"{field}: {model!r} is a gated repository of the Hugging Face hub: {how}") from None
     except (RepositoryNotFoundError, HFValidationError):
         where = "neither a local folder nor a repository of the Hugging Face hub"
         raise NotFound(f"{field}: {model!r} is {where}") from None

@@ -3,6 +3,7 @@
 ShoalError
 ├── InvalidArgument    the request is invalid: names the field, the value and the limit
 │   └── PromptTooLong  the prompt leaves no room in the model's context
+├── Unauthenticated    the caller has presented no key that is known
 ├── PermissionDenied   the caller may not do this: a control without the admin key
 ├── NotFound           no such model, file or request
 ├── ResourceExhausted  no room now; may carry ``retry_after_s``

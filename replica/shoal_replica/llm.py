@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.request_checks import check_adapter, check_prompt
+from shoal_replica.sampling_defaults import sampling_defaults
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.text_stream import TextStream
@@ -91,7 +93,7 @@ class LLM:
             none, None for 8 on a CPU and 0 on an NPU.
 
     Raises:
-        NotFound, ConfigError: see ``resolve_config``.
+        NotFound, ConfigError: see ``resolve_config`` and ``sampling_defaults``.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class LLM:
         )
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
         self._grammars = Grammars(self.config.model)
+        self._default_params = SamplingParams(**sampling_defaults(Path(self.config.model.folder)))
         self._adapters = adapter_names(self.config)
         self._scheduler = build_scheduler(self.config, self._adapters)
         self._executor = build_executor(self.config)
@@ -156,7 +159,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: one for all, or one per prompt.
+            params: one for all, or one per prompt; None for what the model recommends.
             adapter: the name of a LoRA adapter, "" for the model alone; one for all, or one per prompt.
 
         Raises:
@@ -165,7 +168,7 @@ class LLM:
         """
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(listed)
+            params = [params or self._default_params] * len(listed)
         adapters = [adapter] * len(listed) if isinstance(adapter, str) else [each or "" for each in adapter]
         for what, given in (("params", params), ("adapter", adapters)):
             if len(given) != len(listed):

@@ -91,7 +91,7 @@ class ModelConfig:
         path = Path(folder)
         if not path.is_dir():
             raise NotFound(f"model: no folder {str(folder)!r}")
-        raw = _read_json(path / "config.json")
+        raw = read_json(path / "config.json")
         if raw is None:
             raise NotFound(f"model: {str(folder)!r} holds no config.json")
         architecture, raw = text_config(raw)
@@ -181,7 +181,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * block_size * DTYPE_BYTES[self.dtype]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
@@ -195,7 +195,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """generation_config.json takes precedence over config.json, as in transformers."""
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_json(folder / "generation_config.json") or {}
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     if eos is None:
         return ()

@@ -160,6 +160,18 @@ def test_explain_scaling_shows_decisions_and_terms(address: str) -> None:
         assert words in result.stdout
 
 
+def test_explain_scaling_as_json(address: str) -> None:
+    result = CliRunner().invoke(app, ["explain", "--scaling", "--json", "--address", address])
+    first = json.loads(result.stdout)[0]
+    assert (first["num_before"], first["num_after"], first["terms"]["utilization"]) == (1, 3, 0.9)
+
+
+@pytest.mark.parametrize("arguments", [["explain", "x", "--scaling"], ["status", "--watch", "--json"]])
+def test_options_that_contradict_each_other_are_refused(address: str, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--address", address])
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
 def test_tune_shows_and_changes_settings(core: FakeGateway, address: str) -> None:
     shown = CliRunner().invoke(app, ["tune", "--address", address])
     assert "target_utilization 0.5  (tuned)" in shown.stdout
@@ -192,6 +204,12 @@ def test_an_error_of_the_core_is_one_line(core: FakeGateway, address: str) -> No
     core.error = Unavailable("no replica is ready")
     result = CliRunner().invoke(app, ["generate", "hi", "--address", address])
     assert (result.exit_code, result.stderr) == (1, "no replica is ready\n")
+
+
+@pytest.mark.parametrize("said", ["the replica's feed is not connected", "no certificate could be fetched"])
+def test_what_a_gateway_says_of_connections_is_told(core: FakeGateway, address: str, said: str) -> None:
+    core.error = Unavailable(said)
+    assert CliRunner().invoke(app, ["generate", "hi", "--address", address]).stderr == f"{said}\n"
 
 
 @pytest.mark.parametrize("arguments", [["generate", "hi"], ["status"], ["explain", "x"]])

@@ -472,9 +472,13 @@ def test_the_openai_client(cluster: LiveCluster):
         max_tokens=12,
         temperature=0,
         stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        extra_body={"return_token_ids": True},
     )
     chunks = list(stream)
+    assert all(chunk.usage.prompt_tokens == len(chunks[0].prompt_token_ids) for chunk in chunks)
+    num_told = sum(len(getattr(choice, "token_ids", [])) for chunk in chunks for choice in chunk.choices)
+    assert chunks[-1].usage.completion_tokens == num_told
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def test_several_sequences_share_the_prompt_and_draw_apart(model):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_tokenizer(make_checkpoint("llama", tmp_path_factory.mktemp("tiny")))
+
+
+def test_without_parameters_the_models_own_are_taken(tiny, tmp_path):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.0}')
+    with LLM(str(folder), num_blocks=64) as llm:
+        (own,), (greedy,) = llm.generate([5, 6, 7]), llm.generate([5, 6, 7], SamplingParams(temperature=0.0))
+        assert own.token_ids == greedy.token_ids
 
 
 def test_chats_are_their_templates_prompts(tiny):

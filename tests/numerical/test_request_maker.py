@@ -61,6 +61,15 @@ def maker(template: str, tmp_path_factory: pytest.TempPathFactory) -> Maker:
     return Maker(write_tiny_tokenizer(make_checkpoint("llama", tmp_path_factory.mktemp("model")), template))
 
 
+async def test_what_the_model_recommends_stands_in_for_what_is_left_out(maker: Maker) -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    recommending = RequestMaker(maker.model, maker.tokenizer, maker.maker._grammars, defaults)
+    (call,) = ChatRequest.model_validate({"messages": [HI], "temperature": 0}).to_calls("x")
+    for each, expected in ((recommending, (0.0, 20, 1.1)), (maker.maker, (0.0, 0, 1.0))):
+        params = (await each.make(call, "", 0.0, maker.model.max_model_len)).request.sampling_params
+        assert (params.temperature, params.top_k, params.repetition_penalty) == expected
+
+
 async def test_prompts_end_as_asked(maker: Maker) -> None:
     turns = [HI, {"role": "assistant", "content": "Well, "}]
     for end, asked in (

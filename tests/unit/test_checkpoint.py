@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from threading import Thread
 
+import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError
 
 from shoal_replica import checkpoint
 from shoal_replica.checkpoint import DEMO_MODEL, DEMO_REQUIREMENT, ensure_checkpoint, read_ahead
@@ -80,6 +81,7 @@ def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("failure", "error"),
     [
         (HFValidationError("bad name"), NotFound),
+        (GatedRepoError("401", response=httpx.Response(401, request=httpx.Request("GET", "http://hub"))), NotFound),
         (LocalEntryNotFoundError("no connection"), Unavailable),
         (ConnectionError("refused"), Unavailable),
     ],
@@ -89,8 +91,9 @@ def test_hub_failures(failure: Exception, error: type[Exception], monkeypatch: p
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(error, match="'org/name'"):
+    with pytest.raises(error, match="'org/name'") as caught:
         ensure_checkpoint("org/name")
+    assert ("HF_TOKEN" in str(caught.value)) == isinstance(failure, GatedRepoError)
 
 
 def test_missing_demo_package_says_how_to_install_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

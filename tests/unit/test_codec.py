@@ -57,6 +57,14 @@ def test_refused_requests_name_their_field(request_: generation_pb2.GenerateRequ
     assert caught.value.field == field
 
 
+def test_what_is_left_out_is_told_apart_from_a_default() -> None:
+    given = generation_pb2.SamplingParams(temperature=1.0, repetition_penalty=1.0)
+    call = codec.call_from_proto(generation_pb2.GenerateRequest(text="x", sampling_params=given), "fresh")
+    assert call.left_out == {"top_k", "top_p", "min_p"}
+    again = codec.call_from_proto(codec.call_to_proto(call), "fresh")
+    assert (again.left_out, again.sampling_params) == (call.left_out, call.sampling_params)
+
+
 @pytest.mark.parametrize("raw", [b"\x0a\x02\xff\xfe", b"\xff", b"\x0a\x7f"])
 def test_malformed_bytes_are_an_invalid_argument(raw: bytes) -> None:
     with pytest.raises(InvalidArgument, match=r"shoal\.v1\.GenerateRequest"):

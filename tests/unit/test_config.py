@@ -654,6 +654,12 @@ class TestClusterConfig:
         assert str(caught.value).startswith(line)
         assert "\n" not in str(caught.value)
 
+    def test_what_a_model_recommends_may_be_left_aside(self, tmp_path: Path) -> None:
+        (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+        for asked, expected in (("auto", {"temperature": 0.6}), ("none", {})):
+            config = ClusterConfig.from_args({"model": "m", "generation_config": asked})
+            assert config.sampling_defaults(tmp_path) == expected
+
     def test_what_is_checked_stays_so(self) -> None:
         config = ClusterConfig.from_args({"model": "m"})
         with pytest.raises(ValueError, match="frozen"):

@@ -165,8 +165,8 @@ def test_of_more_than_a_message_holds_the_newest_are_told_and_how_many_are_left_
     assert Explanation.of([told, told]).num_left_off == 2 * told.num_left_off
 
 
-@pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-"])
-async def test_the_id_of_an_openai_answer_is_understood(prefix: str) -> None:
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-", "resp_", "msg_"])
+async def test_the_id_of_an_answer_by_http_is_understood(prefix: str) -> None:
     log, gateways = RouteLog(), Gateways(other=keeping())
     log.add(record(1.0))
     assert (await Explainer("own", log.of_request, None).explain(f"{prefix}call")).records == (record(1.0),)

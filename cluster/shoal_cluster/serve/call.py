@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.chat.message import Message
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
 MAX_PROMPTS = 128  # in one completion request
-CHAT_ID, COMPLETION_ID = "chatcmpl-", "cmpl-"  # before the request's id, as the id of OpenAI answers
+CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID = ANSWER_IDS = "chatcmpl-", "cmpl-", "resp_", "msg_"
+"""What the ids of answers by HTTP begin with; the request's id follows."""
 TURN_LENGTH = 64  # what a chat turn costs besides its text, in characters
 
 
@@ -51,12 +52,14 @@ class Prompt:
 class GenerateCall:
     """What a client asked for, before tokenisation. Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
 
+    ``left_out`` names those of ``DEFAULTED`` parameters that the client leaves to the model's recommendation.
     ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit. ``tools``,
     ``template_options``, variables of the chat template, and ``prompt_end`` go with ``messages``.
     """
 
     request_id: str
     sampling_params: SamplingParams
+    left_out: frozenset[str] = frozenset()
     model: str = ""
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -94,14 +97,21 @@ class Usage:
     num_reasoning_tokens: int = 0
 
 
+class PromptRead(NamedTuple):
+    """A call's prompt: its tokens, the first ``num_cached_tokens`` of which the replica had cached."""
+
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """New text and tokens of one sequence. Text lags behind tokens at an unfinished character or possible stop string.
     An answer to messages has its reasoning and tool calls, if any, apart from its text.
 
-    ``finish_reason`` comes with a sequence's last chunk, with ``stop_reason`` if a stop string or stop token id of the
-    call has ended it; ``usage`` with the request's last chunk. ``prompt_logprobs``, if asked for, come before the first
-    token of sequence 0 or with it.
+    ``prompt`` comes with the request's first chunk, within the gateway. ``finish_reason`` comes with a sequence's last
+    chunk, with ``stop_reason`` if a stop string or stop token id of the call has ended it; ``usage`` with the request's
+    last chunk. ``prompt_logprobs``, if asked for, come before the first token of sequence 0 or with it.
     """
 
     index: int
@@ -114,6 +124,7 @@ class Chunk:
     reasoning: str = ""
     tool_calls: tuple[CallPiece, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt: PromptRead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

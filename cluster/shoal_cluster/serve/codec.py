@@ -7,6 +7,7 @@ cancelled at any time.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -22,6 +23,7 @@ from shoal_protos import generation_pb2 as pb
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
+from shoal_replica.sampling_defaults import DEFAULTED
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import StructuredOutput
 
@@ -88,6 +90,7 @@ def call_from_proto(
     return GenerateCall(
         request_id=check_request_id(request.request_id) if request.HasField("request_id") else fresh_id,
         sampling_params=sampling_params_from_proto(request.sampling_params),
+        left_out=frozenset(name for name in DEFAULTED if not request.sampling_params.HasField(name)),
         model=request.model,
         text=request.text if prompt == "text" else None,
         token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
@@ -106,7 +109,7 @@ def call_from_proto(
 def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:
     """The request for ``call``. Its ``timeout_s`` travels as the RPC's deadline, its ``trace`` as metadata."""
     request = pb.GenerateRequest(
-        sampling_params=sampling_params_to_proto(call.sampling_params),
+        sampling_params=sampling_params_to_proto(call.sampling_params, call.left_out),
         model=call.model,
         priority=call.priority,
         tenant=call.tenant,
@@ -135,7 +138,7 @@ def sampling_params_from_proto(params: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**given)  # which turns repeated fields into tuples
 
 
-def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
+def sampling_params_to_proto(params: SamplingParams, left_out: Collection[str] = ()) -> pb.SamplingParams:
     structure = params.structured_output
     return pb.SamplingParams(
         max_tokens=params.max_tokens,
@@ -146,7 +149,7 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         bad_token_ids=[pb.TokenIds(ids=token_ids) for token_ids in params.bad_token_ids],
         logit_bias=dict(params.logit_bias),
         structured_output=None if structure is None else pb.StructuredOutput(**{structure.kind: structure.source}),
-        **{name: getattr(params, name) for name in _SCALARS},
+        **{name: getattr(params, name) for name in _SCALARS if name not in left_out},
     )
 
 

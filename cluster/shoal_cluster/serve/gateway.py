@@ -79,7 +79,7 @@ class Gateway:
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         grammars = Grammars(self._model)
         await asyncio.to_thread(grammars.load)
-        self._requests = RequestMaker(self._model, self._tokenizer, grammars)
+        self._requests = RequestMaker(self._model, self._tokenizer, grammars, config.sampling_defaults(folder))
         self._access = Access(self._settings.api_secrets(), self._settings.admin_secret)
         if self._access.is_open and not self._settings.is_local:
             _log.warning("there are no API keys: everybody who reaches this gateway may call it")

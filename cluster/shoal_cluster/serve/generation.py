@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shoal_cluster.policies.routing import RouteQuery
 from shoal_cluster.serve.avoided import Avoided
-from shoal_cluster.serve.call import Chunk, Usage
+from shoal_cluster.serve.call import Chunk, PromptRead, Usage
 from shoal_cluster.serve.call_times import CallTimes, LegTimes
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
@@ -75,7 +75,7 @@ class Generation:
         self._is_over = False  # no more legs
 
     async def chunks(self, timeout_s: float) -> AsyncIterator[Chunk]:
-        """Stream the call's chunks; the last one carries the usage.
+        """Stream the call's chunks; the first one carries the prompt, the last one the usage.
 
         Raises:
             DeadlineExceeded: it was not finished ``timeout_s`` after its arrival, or could not be.
@@ -87,12 +87,18 @@ class Generation:
         deadline = self._loop.call_later(self._deadline_s - time.monotonic(), self.fail, error)
         refused_before = self._ledger.routes.refusal_of(self._request.request_id)
         self._start_leg(self._request, range(len(self._outputs)), 0)
+        is_first = True
         try:
             while True:
                 await self._ready.wait()
                 self._ready.clear()
                 while self._chunks:
                     chunk = self._next_chunk()
+                    if is_first:
+                        chunk = replace(
+                            chunk, prompt=PromptRead(tuple(self._request.prompt_token_ids), self._num_cached_tokens)
+                        )
+                        is_first = False
                     if not self._chunks and self._is_done:
                         yield replace(chunk, usage=self.usage())
                         return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal_cluster.chat.answer_reader import AnswerPiece, AnswerReader
 from shoal_cluster.chat.chats import Chats
@@ -18,6 +18,7 @@ from shoal_replica.llm import with_seed
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
 from shoal_replica.request_checks import check_prompt, check_scores
+from shoal_replica.sampling_defaults import with_defaults
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import FIELD, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ class AnswerReaders:
                 token_ids=chunk.token_ids,
                 logprobs=chunk.logprobs,
                 prompt_logprobs=chunk.prompt_logprobs,
+                prompt=chunk.prompt,
             )
         ]
         for piece in others:
@@ -81,9 +83,12 @@ def _enforced(params: SamplingParams, structure: StructuredOutput | None) -> Sam
 
 
 class RequestMaker:
-    """For one model and its adapters."""
+    """For one model and its adapters. ``defaults`` are the parameters that the model recommends."""
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    def __init__(
+        self, model: ModelConfig, tokenizer: Tokenizer, grammars: Grammars, defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self._defaults = defaults or {}
         self._model = model
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -134,7 +139,8 @@ class RequestMaker:
 
     def _read(self, call: GenerateCall, max_model_len: int) -> tuple[str, tuple[int, ...], SamplingParams]:
         """The prompt, as text where it is a chat, and its tokens; and the parameters, in tokens as well."""
-        params = ban_words(call.sampling_params, self._tokenizer)
+        params = with_defaults(call.sampling_params, call.left_out, self._defaults)
+        params = ban_words(params, self._tokenizer)
         params.check_vocabulary(self._model.vocab_size)
         if call.messages is not None:
             prompt = self._chats.prompt(call.messages, call.tools, call.template_options, call.prompt_end)

@@ -79,8 +79,12 @@ async def test_a_message(client: anthropic.AsyncAnthropic, core: FakeGateway) ->
 async def test_a_stream_is_the_whole_in_parts(client: anthropic.AsyncAnthropic, core: FakeGateway) -> None:
     whole = await client.messages.create(**ASKED)
     async with client.messages.stream(**ASKED) as stream:
-        kinds = [event.type async for event in stream]
+        events = [event async for event in stream]
         told = await stream.get_final_message()
+    kinds = [event.type for event in events]
+    begun, usage = events[0].message.usage, whole.usage
+    assert (begun.input_tokens, begun.cache_read_input_tokens) == (usage.input_tokens, usage.cache_read_input_tokens)
+    assert begun.output_tokens == 0 < begun.input_tokens
     assert told.model_dump(exclude={"id"}) == whole.model_dump(exclude={"id"})
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"

@@ -26,6 +26,7 @@ from shoal_cluster.serve.http import openai_answers
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.sampling_defaults import DEFAULTED
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import StructuredOutput
 from shoal_replica.testing import make_request
@@ -880,6 +881,14 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             "must be one of the tools: get_weather",
         ),
         (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions", "not supported"),
+        (CHAT, {"messages": HI, "include_reasoning": False}, 400, "include_reasoning", "only True"),
+        (CHAT, {"messages": HI, "thinking_token_budget": 9}, 400, "thinking_token_budget", "not supported"),
+        (CHAT, {"messages": HI, "verbosity": "low"}, 400, "verbosity", "only 'medium'"),
+        (CHAT, {"messages": HI, "web_search_options": {}}, 400, "web_search_options", "not supported"),
+        (CHAT, {"messages": HI, "return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", "not supp"),
+        (COMPLETION, {"prompt": "hi", "logits_processors": ["x"]}, 400, "logits_processors", "not supported"),
+        (COMPLETION, {"prompt": "hi", "prompt_embeds": "x"}, 400, "prompt_embeds", "not supported"),
+        (RESPONSES, {"input": "hi", "return_token_ids": True}, 400, "return_token_ids", "not supported"),
         (RESPONSES, {"input": []}, 400, "input", "at least one item"),
         (RESPONSES, {"input": ""}, 400, "input", "at least one item"),
         (RESPONSES, {}, 400, "input", "field required"),
@@ -1192,6 +1201,79 @@ async def test_what_a_client_said_is_not_logged_when_its_request_fails(
     assert record.fields["error"] == "ValueError"
     assert "fake_gateway.py" in record.fields["stack"][-1]
     assert not [r for r in caplog.records if "under the old oak" in f"{r.getMessage()} {vars(r)}"]
+
+
+async def test_streams_tell_their_usage_as_it_grows(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    whole = await client.completions.create(model=MODEL, prompt=["hi", "the sea"], n=2)
+    assert whole.usage is not None
+    asked: Any = {"model": MODEL, "prompt": ["hi", "the sea"], "n": 2, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = [c.usage async for c in await client.completions.create(**asked, stream_options=options)]
+    assert all(
+        usage is not None and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in told
+    )
+    num_output = [usage.completion_tokens for usage in told if usage is not None]
+    assert num_output == sorted(num_output)
+    assert (num_output[0], num_output[-2:]) == (1, [whole.usage.completion_tokens] * 2)
+    assert told[-1] == whole.usage
+    without = {"continuous_usage_stats": True}
+    assert {c.usage async for c in await client.completions.create(**asked, stream_options=without)} == {None}
+
+
+@pytest.mark.parametrize("num_merged", [1, 3])
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_token_ids_are_told_where_asked_for(
+    client: openai.AsyncOpenAI, core: FakeGateway, is_chat: bool, num_merged: int
+) -> None:
+    """Where vLLM has them: of a chat's prompt beside the choices, of a completion's in each."""
+    core.num_merged = num_merged
+    create: Any = client.chat.completions.create if is_chat else client.completions.create
+    asked: Any = {"messages": HI} if is_chat else {"prompt": "the sea"}
+    asked |= {"model": MODEL, "extra_body": {"return_token_ids": True}}
+    text = TOKENIZER.apply_chat_template([{"role": "user", "content": "hi"}]) if is_chat else "the sea"
+    prompt, answer = list(TOKENIZER.encode(text)), list(TOKENIZER.encode(core.text))
+    whole = await create(**asked)
+    assert (whole if is_chat else whole.choices[0]).prompt_token_ids == prompt
+    assert whole.choices[0].token_ids == answer
+    chunks = [chunk async for chunk in await create(**asked, stream=True)]
+    assert (chunks[0] if is_chat else chunks[0].choices[0]).prompt_token_ids == prompt
+    ids = [getattr(choice, "token_ids", ()) for chunk in chunks for choice in chunk.choices]
+    assert [token_id for piece in ids for token_id in piece] == answer
+    plain = await create(**asked | {"extra_body": {}})
+    assert not hasattr(plain.choices[0], "token_ids")
+
+
+async def test_an_echo_alone_has_no_token_ids(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": "the sea", "echo": True, "max_tokens": 0}
+    asked["extra_body"] = {"return_token_ids": True}
+    (choice,) = (await client.completions.create(**asked)).choices
+    assert (choice.token_ids, choice.prompt_token_ids) == ([], list(TOKENIZER.encode("the sea")))
+    chunks = [chunk async for chunk in await client.completions.create(**asked, stream=True)]
+    assert [token_id for chunk in chunks for token_id in chunk.choices[0].token_ids] == []
+
+
+async def test_how_much_to_reason_is_for_the_template(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    await client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="low")
+    await client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none")
+    own = {"chat_template_kwargs": {"enable_thinking": True}}
+    await client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none", extra_body=own)
+    assert [call.template_options for call in core.calls] == [
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+        {"reasoning_effort": "none", "enable_thinking": True, "thinking": False},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, {"messages": HI}), (COMPLETION, {"prompt": "hi"}), (RESPONSES, {"input": "hi"})],
+)
+async def test_what_a_body_leaves_out_is_for_the_model_to_say(
+    http: httpx.AsyncClient, core: FakeGateway, path: str, body: dict[str, Any]
+) -> None:
+    for given in ({}, {"temperature": None, "top_k": -1}, {"temperature": 0, "top_p": 0.5, "min_p": 0.1}):
+        assert (await http.post(path, json=body | given)).status_code == 200
+    assert [call.left_out for call in core.calls] == [DEFAULTED, DEFAULTED - {"top_k"}, {"top_k", "repetition_penalty"}]
 
 
 async def test_a_bad_request_id_is_refused(http: httpx.AsyncClient) -> None:

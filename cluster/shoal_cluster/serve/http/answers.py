@@ -50,12 +50,12 @@ class Growing(Protocol):
         """The whole so far."""
         ...
 
-    def begin(self) -> bytes:
-        """The events before all others."""
+    def begin(self, first: Chunk) -> bytes:
+        """The events before those of the first chunk."""
         ...
 
     def take(self, chunk: Chunk) -> bytes:
-        """The events that a chunk brings; the first chunk's come after ``begin``."""
+        """The events that a chunk brings."""
         ...
 
     def end(self) -> bytes:
@@ -92,16 +92,17 @@ class GrowingAnswers(Generic[B]):
     ) -> AsyncGenerator[bytes, None]:
         """Run the call; yields server-sent events as chunks come. Closing the generator cancels it."""
         answer = self._new(core, body, request_id, model, True)
-        begin = answer.begin()  # told with the first chunk, so that an error before it has a status of its own
+        has_begun = False  # no sooner than with the first chunk, so that an error before it has a status of its own
         try:
             async with open_merged_chunks(core, calls) as chunks:
                 async for _, chunk in chunks:
-                    if events := begin + answer.take(chunk):
-                        begin = b""
+                    events = b"" if has_begun else answer.begin(chunk)
+                    if events := events + answer.take(chunk):
+                        has_begun = True
                         yield events
         except Exception as error:
-            if begin:
+            if not has_begun:
                 raise
             yield answer.fail(body.in_its_words(error))
             return
-        yield begin + answer.end()
+        yield answer.end()

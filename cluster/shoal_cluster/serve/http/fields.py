@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.sampling_defaults import DEFAULTED
 
 
 def unicode_text(text: str) -> str:
@@ -62,6 +63,18 @@ class TextPart(Body):
     @property
     def said(self) -> str:
         return self.text
+
+
+def left_out(body: BaseModel) -> frozenset[str]:
+    """The parameters that ``body`` leaves to the model's recommendation; see GenerateCall."""
+    return frozenset(name for name in DEFAULTED if getattr(body, name, None) is None)
+
+
+def effort_options(effort: str | None) -> dict[str, Any]:
+    """Variables of chat templates for a reasoning effort; whether to reason at all has two names among models."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
 
 
 def text_of(

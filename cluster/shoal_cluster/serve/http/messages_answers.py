@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 
 from shoal_cluster.chat.answer_reader import CallPiece
-from shoal_cluster.serve.call import Chunk, GatewayCore, Usage
+from shoal_cluster.serve.call import MESSAGE_ID, Chunk, GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.messages_types import MessagesRequest
 from shoal_replica.request import FinishReason
 
-MESSAGE_ID = "msg_"
 INVALID_JSON = "INVALID_JSON"  # where Anthropic would have a client put arguments that are no object
 # The kinds of blocks, and of what they grow by: the delta's type, and the field that block and delta have the text in.
 GROWTH = {
@@ -41,8 +40,10 @@ class Answer:
         """The message."""
         return self._head | {"content": self._blocks} | self._end | {"usage": self._usage}
 
-    def begin(self) -> bytes:
-        """The first event. How many tokens the prompt has is told with the last ones."""
+    def begin(self, first: Chunk) -> bytes:
+        """The first event."""
+        if (prompt := first.prompt) is not None:
+            self._usage = _usage_body(len(prompt.token_ids), prompt.num_cached_tokens, 0)
         return _event("message_start", message=self.body())
 
     def take(self, chunk: Chunk) -> bytes:
@@ -55,7 +56,8 @@ class Answer:
         for piece in chunk.tool_calls:
             events += self._call(piece)
         if chunk.usage is not None:
-            self._usage = _usage_body(chunk.usage)
+            usage = chunk.usage
+            self._usage = _usage_body(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens)
             self._num_tokens = chunk.usage.num_prompt_tokens + chunk.usage.num_output_tokens
         if chunk.finish_reason is not None:
             events += self._close()
@@ -128,13 +130,13 @@ def _object(arguments: str) -> Json:
     return given if isinstance(given, dict) else {INVALID_JSON: arguments}
 
 
-def _usage_body(usage: Usage) -> Json:
+def _usage_body(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> Json:
     """Unlike OpenAI's, input tokens are those that were not found in the cache."""
     return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-        "cache_read_input_tokens": usage.num_cached_tokens,
+        "input_tokens": num_prompt_tokens - num_cached_tokens,
+        "cache_read_input_tokens": num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.num_output_tokens,
+        "output_tokens": num_output_tokens,
     }
 
 

@@ -19,7 +19,17 @@ from shoal_cluster.chat.message import Message, as_one
 from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse, json_text
 from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import GenerateCall, Prompt
-from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, TextPart, Unsupported, instead_of_null, text_of
+from shoal_cluster.serve.http.fields import (
+    Body,
+    Text,
+    TextOrNull,
+    TextPart,
+    Unsupported,
+    effort_options,
+    instead_of_null,
+    left_out,
+    text_of,
+)
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import SamplingParams
@@ -196,8 +206,8 @@ class Conversation(Body):
         options: dict[str, Any] = {}
         if self.thinking is not None:
             options["enable_thinking"] = options["thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.effort is not None:
-            options["reasoning_effort"] = self.output_config.effort
+        if self.output_config is not None:
+            options |= effort_options(self.output_config.effort)
         return options | (self.chat_template_kwargs or {})
 
 
@@ -220,6 +230,7 @@ class MessagesRequest(Conversation):
         call = GenerateCall(
             request_id=request_id,
             sampling_params=self._sampling_params(),
+            left_out=left_out(self),
             model=self.model,
             messages=prompt.messages,
             tools=prompt.tools,

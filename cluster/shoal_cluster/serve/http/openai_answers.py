@@ -33,6 +33,23 @@ class _UsageSum:
 
     is_all_prompt: bool = False
     usages: list[Usage] = field(default_factory=list)
+    num_prompt: int = 0  # so far, as is
+    num_output: int = 0
+
+    def take(self, chunk: Chunk) -> None:
+        if chunk.prompt is not None:
+            self.num_prompt += len(chunk.prompt.token_ids)
+        self.num_output += 0 if self.is_all_prompt else len(chunk.token_ids)
+        if chunk.usage is not None:
+            self.usages.append(chunk.usage)
+
+    def so_far(self) -> Json:
+        """In vLLM's form: as much as is known before the end."""
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+        }
 
     def body(self) -> Json:
         num_prompt = sum(usage.num_prompt_tokens for usage in self.usages)
@@ -63,12 +80,13 @@ class ChoiceAnswers:
         """
         params, num_told = calls[0].sampling_params, 0
         choices = [Choice() for _ in range(params.n * len(calls))]
-        usage = _UsageSum(body.is_all_prompt)
+        usage, prompts = _UsageSum(body.is_all_prompt), dict[int, tuple[int, ...]]()
         async with open_merged_chunks(core, calls) as chunks:
             async for number, chunk in chunks:
                 choices[number * params.n + chunk.index].add(chunk)
-                if chunk.usage is not None:
-                    usage.usages.append(chunk.usage)
+                usage.take(chunk)
+                if chunk.prompt is not None:
+                    prompts[number] = chunk.prompt.token_ids
                 num_told += len(chunk.prompt_logprobs) * (1 + (params.prompt_logprobs or 0)) * params.n
                 if num_told > MAX_TOLD:
                     limit = f"their log-probabilities in all choices must be at most {MAX_TOLD}; ask for fewer at once"
@@ -82,6 +100,10 @@ class ChoiceAnswers:
         if body.prompt_logprobs is not None:
             scored = [choice.prompt_logprobs for choice in choices[:: params.n]]  # siblings share a prompt
             await asyncio.to_thread(self._tell_prompts, whole, scored, params.n, body.prompt_logprobs)
+        if body.return_token_ids:
+            for index, (told, choice) in enumerate(zip(whole["choices"], choices, strict=True)):
+                told["token_ids"] = [] if body.is_all_prompt else choice.token_ids
+                self._tell_prompt(whole, told, prompts[index // params.n])
         return whole | {"usage": usage.body()}
 
     def _choices(self, choices: Sequence[Choice], params: SamplingParams, echoes: Sequence[Echo]) -> list[Json]:
@@ -116,6 +138,10 @@ class ChoiceAnswers:
         for index, choice in enumerate(whole["choices"]):
             choice["prompt_logprobs"] = told[index // n]
 
+    def _tell_prompt(self, body: Json, choice: Json, token_ids: tuple[int, ...]) -> None:
+        """Add the prompt's tokens where vLLM has them."""
+        (choice if self._shape.tells_prompt_by_choice else body)["prompt_token_ids"] = token_ids
+
     async def events(
         self, core: GatewayCore, calls: Sequence[GenerateCall], body: RequestBody, request_id: str, model: str
     ) -> AsyncGenerator[bytes, None]:
@@ -127,31 +153,42 @@ class ChoiceAnswers:
         offsets: dict[int, int] = {}
         have_called: set[int] = set()
         echoes: dict[int, Echo] = {}
-        usage = _UsageSum(body.is_all_prompt)
+        usage, prompts = _UsageSum(body.is_all_prompt), dict[int, tuple[int, ...]]()
         async with open_merged_chunks(core, calls) as chunks:
             async for number, chunk in chunks:
                 index = number * params.n + chunk.index
-                events = b""
+                is_new, events = index not in offsets, b""
+                usage.take(chunk)
+                if chunk.prompt is not None:
+                    prompts[number] = chunk.prompt.token_ids
+                if body.tells_usage_so_far:
+                    head["usage"] = usage.so_far()
                 if body.echoes:
                     if number not in echoes:
                         echoes[number] = await Echo.of(core, calls[number], body.is_all_prompt)
-                    chunk = _after_prompt(chunk, echoes[number], is_first=index not in offsets)
-                if index not in offsets:
+                    chunk = _after_prompt(chunk, echoes[number], is_first=is_new)
+                if is_new:
                     offsets[index] = 0
-                    opening = shape.opening(index)
-                    if opening is not None:
-                        events = event(head | {"choices": [opening]})
+                    if (opening := shape.opening(index)) is not None:
+                        first = head | {"choices": [opening]}
+                        if body.return_token_ids:
+                            self._tell_prompt(first, opening, prompts[number])
+                        events = event(first)
                 logprobs = None
                 if chunk.logprobs:
                     logprobs, offsets[index] = shape.logprobs(chunk.logprobs, offsets[index])
                 if chunk.tool_calls:
                     have_called.add(index)
-                if chunk.text or logprobs or chunk.finish_reason or chunk.reasoning or chunk.tool_calls:
-                    events += event(head | {"choices": [shape.delta(index, chunk, logprobs, index in have_called)]})
+                has_news = chunk.text or logprobs or chunk.finish_reason or chunk.reasoning or chunk.tool_calls
+                if has_news or body.return_token_ids:
+                    delta = shape.delta(index, chunk, logprobs, index in have_called)
+                    if body.return_token_ids:
+                        delta["token_ids"] = chunk.token_ids
+                        if is_new and shape.tells_prompt_by_choice:
+                            delta["prompt_token_ids"] = prompts[number]
+                    events += event(head | {"choices": [delta]})
                 if events:
                     yield events  # together: a write for each event costs more than all else here
-                if chunk.usage is not None:
-                    usage.usages.append(chunk.usage)
         yield (event(head | {"choices": [], "usage": usage.body()}) if include_usage else b"") + DONE
 
 
@@ -159,7 +196,7 @@ def _after_prompt(chunk: Chunk, echo: Echo, is_first: bool) -> Chunk:
     """A chunk of a stream that begins with its prompt."""
     if echo.is_all:
         reason = None if chunk.finish_reason is None else FinishReason.LENGTH
-        chunk = replace(chunk, text="", logprobs=(), finish_reason=reason, stop_reason=None)
+        chunk = replace(chunk, text="", token_ids=(), logprobs=(), finish_reason=reason, stop_reason=None)
     return replace(chunk, text=echo.text + chunk.text) if is_first else chunk
 
 

@@ -8,7 +8,17 @@ from pydantic import Field
 
 from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall
-from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, TextPart, Unsupported, only, text_of
+from shoal_cluster.serve.http.fields import (
+    Body,
+    Text,
+    TextOrNull,
+    TextPart,
+    Unsupported,
+    effort_options,
+    left_out,
+    only,
+    text_of,
+)
 from shoal_cluster.serve.http.openai_tools import CallBody, ToolBody, ToolChoice, tool_use
 from shoal_cluster.serve.http.openai_types import RequestBody
 from shoal_replica.chat_template import PromptEnd
@@ -59,6 +69,11 @@ class ChatRequest(RequestBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[Text, Any] | None = None
+    reasoning_effort: Text | None = None
+    include_reasoning: Annotated[Any, only(True)] = None
+    thinking_token_budget: Unsupported = None
+    verbosity: Annotated[Any, only("medium")] = None
+    web_search_options: Annotated[Any, only()] = None  # {} asks for a search, too
     functions: Unsupported = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -80,10 +95,11 @@ class ChatRequest(RequestBody):
         call = GenerateCall(
             request_id=request_id,
             sampling_params=self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None),
+            left_out=left_out(self),
             model=self.model,
             messages=tuple(turn.to_message(position) for position, turn in enumerate(self.messages)),
             tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
-            template_options=self.chat_template_kwargs or {},
+            template_options=effort_options(self.reasoning_effort) | (self.chat_template_kwargs or {}),
             prompt_end=prompt_end(self.add_generation_prompt, self.continue_final_message),
             priority=self.priority,
             tenant=self.user,

@@ -27,6 +27,7 @@ class Choice:
     calls: list[tuple[str, str, list[str]]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -39,6 +40,7 @@ class Choice:
             self.calls[piece.index][2].append(piece.arguments)
         self.logprobs += chunk.logprobs
         self.prompt_logprobs += chunk.prompt_logprobs
+        self.token_ids += chunk.token_ids
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self.stop_reason = self.stop_reason if chunk.stop_reason is None else chunk.stop_reason
 
@@ -55,7 +57,7 @@ class ChatShape:
     id_prefix: str = CHAT_ID
     whole_object: str = "chat.completion"
     event_object: str = "chat.completion.chunk"
-    tells_prompt_by_choice: bool = False  # vLLM's `prompt_logprobs` are in each choice, not beside the choices
+    tells_prompt_by_choice: bool = False  # what vLLM tells of prompts is in each choice, not beside the choices
 
     def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}

@@ -2,9 +2,9 @@
 
 The bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extra fields (top_k, min_p, repetition_penalty,
 ignore_eos, min_tokens, stop_token_ids, include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words,
-prompt_logprobs, truncate_prompt_tokens, use_beam_search, length_penalty, structured_outputs, priority, cache_salt) and
-two of our own for beam search (beam_width, early_stopping). Unknown fields are ignored, and null counts as absent. What
-would change the answer in OpenAI's and vLLM's APIs but is not supported here is refused.
+prompt_logprobs, truncate_prompt_tokens, use_beam_search, length_penalty, structured_outputs, return_token_ids,
+priority, cache_salt) and two of our own for beam search (beam_width, early_stopping). Unknown fields are ignored, and
+null counts as absent. What would change the answer in OpenAI's and vLLM's APIs but is not supported here is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shoal_cluster.serve.http.fields import (
     TextOrNull,
     Unsupported,
     instead_of_null,
+    left_out,
     only,
     unicode_text,
 )
@@ -37,6 +38,7 @@ _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a
 
 class StreamOptions(Body):
     include_usage: Annotated[bool, instead_of_null(False)] = False
+    continuous_usage_stats: Annotated[bool, instead_of_null(False)] = False
 
 
 class RequestBody(Body):
@@ -82,6 +84,11 @@ class RequestBody(Body):
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: Unsupported = None
+    logits_processors: Unsupported = None
+    prompt_embeds: Unsupported = None
+    vllm_xargs: Unsupported = None
 
     @abstractmethod
     def to_calls(self, request_id: str) -> list[GenerateCall]:
@@ -91,6 +98,11 @@ class RequestBody(Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with an event that carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def tells_usage_so_far(self) -> bool:
+        """Whether all events of a stream carry the usage, as far as it goes."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def echoes(self) -> bool:
@@ -234,6 +246,7 @@ class CompletionRequest(RequestBody):
             GenerateCall(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 sampling_params=params,
+                left_out=left_out(self),
                 model=self.model,
                 text=prompt if isinstance(prompt, str) else None,
                 token_ids=None if isinstance(prompt, str) else prompt,

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from shoal_cluster.chat.answer_reader import CallPiece
-from shoal_cluster.serve.call import Chunk, GatewayCore, Usage
+from shoal_cluster.serve.call import MESSAGE_ID, RESPONSE_ID, Chunk, GatewayCore, Usage
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.openai_shapes import ChatShape
@@ -14,7 +14,7 @@ from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesReq
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 
-RESPONSE_ID, MESSAGE_ID, REASONING_ID, CALL_ID = "resp_", "msg_", "rs_", "fc_"
+REASONING_ID, CALL_ID = "rs_", "fc_"
 
 
 class Response:
@@ -47,7 +47,7 @@ class Response:
             "usage": None if self._usage is None else _usage_body(self._usage),
         }
 
-    def begin(self) -> bytes:
+    def begin(self, first: Chunk) -> bytes:
         return self._event("response.created", response=self.body()) + self._event(
             "response.in_progress", response=self.body()
         )

@@ -20,7 +20,9 @@ from shoal_cluster.serve.http.fields import (
     TextOrNull,
     TextPart,
     Unsupported,
+    effort_options,
     instead_of_null,
+    left_out,
     only,
     text_of,
 )
@@ -99,6 +101,7 @@ class ResponsesRequest(RequestBody):
     metadata: Annotated[dict[Text, Text], instead_of_null({})] = Field(default_factory=dict)
     chat_template_kwargs: dict[Text, Any] | None = None
     n: Annotated[Any, only(1)] = None
+    return_token_ids: Unsupported = None
     truncation: Annotated[Any, only("disabled")] = None
     response_format: Unsupported = None
     prompt_logprobs: Annotated[Any, only()] = None  # 0 asks for some, too
@@ -117,13 +120,14 @@ class ResponsesRequest(RequestBody):
         messages = _messages(self.instructions, self.input)
         if not messages:
             raise InvalidArgument("input", [], "must have at least one item")
-        options = dict(self.chat_template_kwargs or {})
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            options.setdefault("reasoning_effort", self.reasoning.effort)
+        options = effort_options(None if self.reasoning is None else self.reasoning.effort) | (
+            self.chat_template_kwargs or {}
+        )
         max_tokens = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
         call = GenerateCall(
             request_id=request_id,
             sampling_params=self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.has_logprobs else None),
+            left_out=left_out(self),
             model=self.model,
             messages=messages,
             tools=self._tool_use(),

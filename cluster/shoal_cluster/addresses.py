@@ -8,6 +8,18 @@ DEFAULT_GRPC_ADDRESS = "127.0.0.1:9000"
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address, like "host:port", is one of this machine only."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def no_gateway(address: str, where: str) -> str:
+    """What to say where nobody answers at ``address``, which the reader knows as ``where``."""
+    hint = "start one with `make demo`" if is_loopback(address) else "is it running, and is that the address it has?"
+    return f"no Shoal gateway at {where}; {hint}"
+
+
 def listen(address: str, *, share_port: bool = False) -> socket.socket:
     """A listening TCP socket at "host:port" or "[IPv6 address]:port"; "[::]" accepts IPv4 too, as it does in gRPC.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, SecretStr, model_validator
 
-from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS, is_loopback
 from shoal_cluster.settings import Settings
 from shoal_replica.errors import ConfigError
 
@@ -63,8 +63,7 @@ class GatewaySettings(Settings):
     @property
     def is_local(self) -> bool:
         """Whether only this host can reach it."""
-        hosts = [address.rpartition(":")[0].strip("[]") for address in (self.grpc_address, self.http_address)]
-        return all(host == "localhost" or host == "::1" or host.startswith("127.") for host in hosts)
+        return is_loopback(self.grpc_address) and is_loopback(self.http_address)
 
     @property
     def admin_secret(self) -> str | None:

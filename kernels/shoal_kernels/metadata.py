@@ -36,11 +36,3 @@ class AttentionMetadata:
     def query_lens(self) -> list[int]:
         starts = self.query_start_loc
         return [starts[i + 1] - starts[i] for i in range(len(self.seq_lens))]
-
-    @property
-    def max_query_len(self) -> int:
-        return max(self.query_lens, default=0)
-
-    @property
-    def max_seq_len(self) -> int:
-        return max(self.seq_lens, default=0)

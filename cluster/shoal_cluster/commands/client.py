@@ -7,6 +7,7 @@ from types import TracebackType
 
 import grpc
 
+from shoal_cluster.addresses import no_gateway
 from shoal_cluster.commands.gateway_access import TLS_CA_VARIABLE, GatewayAccess
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import BEARER
@@ -33,6 +34,8 @@ ERRORS: dict[grpc.StatusCode, type[ShoalError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
 }
 CONTROL_TIMEOUT_S = 10.0
+# How gRPC begins what it says of connections; other texts are gateways'.
+NOT_CONNECTED = ("failed to connect", "connections to all backends failing", "socket closed", "recvmsg:")
 HANDSHAKE = ("handshake", "certificate", "ssl_error", "tsi", "socket closed", "connection reset")
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)  # gateways that share a port split connections
 
@@ -130,9 +133,10 @@ class GatewayClient:
 
     def _error(self, error: grpc.aio.AioRpcError) -> ShoalError:
         details = error.details() or error.code().name
-        if error.code() is grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in HANDSHAKE):
-            hint = f"its certificate is not one of {TLS_CA_VARIABLE}, or only one of the two speaks TLS"
-            return Unavailable(f"no connection to {self.address}: {hint} ({' '.join(details.split())[:200]})")
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
-            return Unavailable(f"no Shoal gateway at {self.address}; start one with `make demo`")
+        said = details.lower()
+        if error.code() is grpc.StatusCode.UNAVAILABLE and said.startswith(NOT_CONNECTED):
+            if any(word in said for word in HANDSHAKE):
+                hint = f"its certificate is not one of {TLS_CA_VARIABLE}, or only one of the two speaks TLS"
+                return Unavailable(f"no connection to {self.address}: {hint} ({' '.join(details.split())[:200]})")
+            return Unavailable(no_gateway(self.address, self.address))
         return ERRORS.get(error.code(), ShoalError)(details)

@@ -24,10 +24,12 @@ COLUMN_WIDTH = 13  # minimum width of a replica's column: its numbers, or why it
 
 
 def explain(
-    request_id: Annotated[str | None, typer.Argument(help="The id that `shoal generate` printed.")] = None,
+    request_id: Annotated[
+        str | None, typer.Argument(help="The id that `shoal generate` printed, or an answer's.")
+    ] = None,
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show scaling decisions instead.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A request's decisions as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the decisions as JSON.")] = False,
 ) -> None:
     """Show every routing decision made for a request, replayed here from its record, or that it is held or was refused.
     With --scaling, show the recorded scaling decisions instead.
@@ -37,11 +39,15 @@ def explain(
     from shoal_cluster.serve.explanation import clock
 
     console = Console(highlight=False)
-    if scaling and as_json:
-        raise typer.BadParameter("--json is of a request's decisions; those of --scaling are printed")
     if scaling:
+        if request_id is not None:
+            raise typer.BadParameter("--scaling is of no request: give one of them")
         row = asyncio.run(_fetch_scaling(address))
-        for decision in row.records if row.current is None else (*row.records, row.current):
+        decisions = row.records if row.current is None else (*row.records, row.current)
+        if as_json:
+            typer.echo(json.dumps([_scaling_as_json(decision) for decision in decisions], indent=2))
+            return
+        for decision in decisions:
             _print_scaling(console, decision)
         return
     if request_id is None:
@@ -89,6 +95,20 @@ async def _fetch_scaling(address: str) -> ScalingRow:
 
     async with GatewayClient(address) as client:
         return await client.scaling()
+
+
+def _scaling_as_json(record: ScaleRecord) -> dict[str, object]:
+    """A decision without its replicas, of which ``shoal status --json`` tells."""
+    return {
+        "seq": record.seq,
+        "time_s": record.time_s,
+        "num_before": record.num_before,
+        "num_after": record.num_after,
+        "num_running": record.num_running,
+        "num_starting": record.num_starting,
+        "reason": record.reason,
+        "terms": dict(record.terms),
+    }
 
 
 def _print_scaling(console: Console, record: ScaleRecord) -> None:

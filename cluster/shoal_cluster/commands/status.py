@@ -32,8 +32,10 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew each second until Ctrl-C.")] = False,
 ) -> None:
     """Show each replica's KV blocks (allocated, cached, free, total, used, reserved) and the cluster's sums."""
+    if watch and as_json:
+        raise typer.BadParameter("--watch is for a screen, and --json is not")
     if watch:
-        asyncio.run(_watch(address))
+        asyncio.run(_watch(address, replicas))
         return
     cluster = asyncio.run(_fetch(address))
     if as_json:
@@ -42,10 +44,7 @@ def status(
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_shown(cluster))
-    if replicas:
-        for row in cluster.replicas:
-            console.print(f"{row.replica_id}  {row.start_report or 'has not said'}", soft_wrap=True, markup=False)
+    console.print(_screen(cluster, replicas), soft_wrap=True)
 
 
 async def _fetch(address: str) -> ClusterRow:
@@ -55,21 +54,32 @@ async def _fetch(address: str) -> ClusterRow:
         return await client.cluster()
 
 
-async def _watch(address: str) -> None:
+async def _watch(address: str, replicas: bool) -> None:
     from rich.live import Live
 
     from shoal_cluster.commands.client import GatewayClient
 
     async with GatewayClient(address) as client:
-        shown: RenderableType = _shown(await client.cluster())
+        shown: RenderableType = _screen(await client.cluster(), replicas)
         with Live(shown, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(WATCH_PERIOD_S)
                 try:
-                    shown = _shown(await client.cluster())
+                    shown = _screen(await client.cluster(), replicas)
                 except Unavailable as error:  # the gateway may be being replaced
                     shown = f"{error}; trying again"
                 live.update(shown, refresh=True)
+
+
+def _screen(cluster: ClusterRow, replicas: bool) -> RenderableType:
+    """All that is shown: ``replicas`` adds what each one's memory went to."""
+    if not replicas:
+        return _shown(cluster)
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = [f"{row.replica_id}  {row.start_report or 'has not said'}" for row in cluster.replicas]
+    return Group(_shown(cluster), *map(Text, rows))
 
 
 def _as_json(cluster: ClusterRow) -> dict[str, Any]:

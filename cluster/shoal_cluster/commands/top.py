@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from shoal_cluster.addresses import DEFAULT_HTTP_ADDRESS
+from shoal_cluster.addresses import DEFAULT_HTTP_ADDRESS, no_gateway
 from shoal_cluster.commands.gateway_access import API_KEY_VARIABLE, TLS_CA_VARIABLE, GatewayAccess, http_url
 from shoal_cluster.commands.top_screen import Past, screen
 from shoal_cluster.serve.dashboard.history import FINE_S, Sample
@@ -99,5 +99,5 @@ def _get(url: str, access: GatewayAccess) -> bytes:
         if isinstance(getattr(error, "reason", error), ssl.SSLError):
             raise Unavailable(f"no connection to {url}: {error} ({TLS_CA_VARIABLE} names authorities)") from None
         where = urllib.parse.urlsplit(url)
-        raise Unavailable(f"no Shoal gateway at {where.scheme}://{where.netloc}; start one with `make demo`") from None
+        raise Unavailable(no_gateway(where.netloc, f"{where.scheme}://{where.netloc}")) from None
     return body

@@ -99,11 +99,6 @@ def cluster_from_proto(cluster: pb.Cluster) -> ClusterRow:
     )
 
 
-def cluster_from_bytes(raw: bytes) -> ClusterRow:
-    """The answer of ListReplicas, as a client reads it."""
-    return cluster_from_proto(pb.Cluster.FromString(raw))
-
-
 def query_to_proto(query: RouteQuery) -> pb.RouteQuery:
     return pb.RouteQuery(
         request_id=query.request_id,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
-from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID
+from shoal_cluster.serve.call import ANSWER_IDS
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_replica.errors import NotFound, Unavailable
@@ -42,8 +42,10 @@ class Explainer:
         self._gateways = gateways
 
     async def explain(self, request_id: str) -> Explanation:
-        """See GatewayCore. The ``id`` of an OpenAI answer does as well."""
-        bare = request_id.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
+        """See GatewayCore. The ``id`` of an answer by HTTP does as well."""
+        bare = next(
+            (request_id.removeprefix(begin) for begin in ANSWER_IDS if request_id.startswith(begin)), request_id
+        )
         if bare == request_id:
             return await self._explain(request_id)
         if not self._known(request_id) and self._known(bare):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from random import Random
 from typing import Literal
 
@@ -35,14 +34,6 @@ def arrivals(shape: Shape, seed: int) -> list[SimRequest]:
     if shape == "square":
         return _varying(_square, SQUARE_HIGH, 2 * NUM_WAVES * SQUARE_HALF_S, rng)
     return _varying(_bursts(rng), BURST_RATE, BURSTS_S, rng)
-
-
-def gap_variation(requests: Sequence[SimRequest]) -> float:
-    """Coefficient of variation of the interarrival times: 1 for a Poisson process."""
-    times = [r.arrival_s for r in requests]
-    gaps = [after - before for before, after in pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    return math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean
 
 
 def _varying(rate: Callable[[float], float], highest: float, duration_s: float, rng: Random) -> list[SimRequest]:

@@ -107,14 +107,6 @@ def num_returns(changes: Sequence[tuple[float, int]], within_s: float = RETURN_S
     return returns
 
 
-def capacity_s(cluster: SimCluster, since_s: float, num_replicas: int) -> float | None:
-    """Seconds from ``since_s`` until at least ``num_replicas`` were serving; None if that never happened."""
-    assert cluster.scaler is not None
-    return next(
-        (time_s - since_s for time_s, n in cluster.scaler.ready if time_s >= since_s and n >= num_replicas), None
-    )
-
-
 def plan(policy: Scaling, startup_s: float, requests_per_replica: float = 2.0, **settings: float) -> ScalingPlan:
     """A plan for 1 to 100 replicas, as with Serve's ``num_replicas: auto``; ``settings`` override ScaleConfig's."""
     config = ScaleConfig(max_replicas=100).tuned(settings)

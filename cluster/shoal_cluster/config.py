@@ -33,7 +33,8 @@ def _absolute(value: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else value
 
 
-AdapterSource = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
+MAX_ADAPTERS = 4096
+AdapterSource = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_absolute)]
 FeedHost = Annotated[str, AfterValidator(_feed_host)]
 
 
@@ -191,7 +192,9 @@ class ClusterConfig(Settings):
         "auto", description="of sampling parameters that a request leaves out: the checkpoint's, or OpenAI's"
     )
     adapters: dict[AdapterName, AdapterSource] = Field(
-        default_factory=dict, description="LoRA adapters: the names that clients use, and their folders or hub ids"
+        default_factory=dict,
+        max_length=MAX_ADAPTERS,
+        description="LoRA adapters: the names that clients use, and their folders or hub ids",
     )
     replica: ReplicaSettings = ReplicaSettings()
     scaling: ScalingSettings = ScalingSettings()

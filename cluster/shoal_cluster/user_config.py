@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from shoal_cluster.config import AdapterName, AdapterSource, ClusterConfig, error_line
+from shoal_cluster.config import MAX_ADAPTERS, AdapterName, AdapterSource, ClusterConfig, error_line
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
 from shoal_cluster.policies.routing import MAX_PRICE, RouteWeights
 from shoal_cluster.settings import Settings
@@ -40,7 +40,7 @@ class UserConfig(Settings):
 
     routing: RoutingSettings = RoutingSettings()
     scaling: dict[str, Any] = Field(default_factory=dict)
-    adapters: dict[AdapterName, AdapterSource] = Field(default_factory=dict)
+    adapters: dict[AdapterName, AdapterSource] = Field(default_factory=dict, max_length=MAX_ADAPTERS)
 
     @classmethod
     def from_dict(cls, user_config: dict[str, Any], config: ClusterConfig) -> UserConfig:

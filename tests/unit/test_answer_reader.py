@@ -8,6 +8,9 @@ from fixtures.tool_formats import CLOCK, ODD, TOOLS, WEATHER, read
 from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chat_format import GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN_CODER, CallFormat, ChatFormat
 from shoal_cluster.chat.tool import NONE, ToolUse
+from shoal_cluster.serve.call import Chunk, Usage
+from shoal_cluster.serve.request_maker import AnswerReaders
+from shoal_replica.request import FinishReason
 
 CITY = '{"city": "Köln"}'
 WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
@@ -262,6 +265,29 @@ def test_ids_are_as_mistral_wants_them() -> None:
         ids.add(piece.call_id)
     assert len(ids) == 9
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+
+
+@pytest.mark.parametrize("is_reasoning", [True, False])
+def test_reasoning_counts_alike_however_tokens_come_together(is_reasoning: bool) -> None:
+    tokens = ["<think>", *["so "] * 10, "</think>", *["yes "] * 100][is_reasoning:]
+    num_thought = 12 - is_reasoning
+    for step in (1, 2, 7, 30, len(tokens)):
+        readers = AnswerReaders(
+            [AnswerReader(ChatFormat(HERMES, takes_tools=True, reasons=True), None, is_reasoning=is_reasoning)]
+        )
+        usage = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=0, replica_id="", ttft_s=0.0)
+        for start in range(0, len(tokens), step):
+            some, is_last = tokens[start : start + step], start + step >= len(tokens)
+            chunk = Chunk(
+                index=0,
+                text="".join(some),
+                token_ids=(0,) * len(some),
+                finish_reason=FinishReason.STOP if is_last else None,
+                usage=usage if is_last else None,
+            )
+            *_, told = readers.read(chunk)
+        assert told.usage is not None
+        assert abs(told.usage.num_reasoning_tokens - num_thought) <= (0 if step == 1 else 4)
 
 
 def test_pieces_keep_their_order() -> None:

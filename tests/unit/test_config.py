@@ -645,6 +645,10 @@ class TestClusterConfig:
             ({"model": "m", "gateway": None}, "gateway: got None; input should be a valid dictionary"),
             ("text", "args: got 'text'; input should be a valid dictionary"),
             ({"model": "m", "replica": {"a": 1}, "b": 2}, "replica.a: unknown key; b: unknown key"),
+            (
+                {"model": "m", "adapters": {f"{number}": "x" for number in range(4097)}},
+                "adapters: got {'0': 'x'",
+            ),
             ({"model": ["x"] * 100}, f"model: got {str(['x'] * 100)[:79]}…; input should be a valid string"),
         ],
     )

@@ -174,14 +174,22 @@ async def test_a_refusal_goes_to_the_next_rank() -> None:
         assert second.query.excluded == {warm}
 
 
-async def test_refused_by_all_is_said_at_once() -> None:
-    async with serving("a", "b") as serve:
+async def test_refused_by_all_for_want_of_room_is_said_at_once() -> None:
+    async with serving("a", "b", max_num_seqs=1, max_num_waiting=1) as serve:
         for made in serve.replicas.values():
-            made.engine._draining = True
-        with pytest.raises(ResourceExhausted, match="refused by 2 replicas: the replica is draining") as caught:
+            made.executor.gate.clear()
+        others = []
+        for number in range(4):  # two at each
+            others.append(asyncio.create_task(ask(serve, f"other-{number}")))
+            await until(lambda number=number: sum(len(m.engine._finished) for m in serve.replicas.values()) > number)
+        num_before = len(serve.placements)
+        with pytest.raises(ResourceExhausted, match="refused by 2 replicas: 1 sequences are waiting") as caught:
             await ask(serve)
         assert caught.value.retry_after_s
-        assert len(serve.placements) == 2
+        assert len(serve.placements) == num_before + 2
+        for made in serve.replicas.values():
+            made.executor.gate.set()
+        await asyncio.gather(*others)
         kept = serve.ledger.routes.refusal_of("call")
         assert kept is not None
         assert (kept.reason, kept.retry_after_s) == (str(caught.value), caught.value.retry_after_s)

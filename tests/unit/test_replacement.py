@@ -127,6 +127,39 @@ async def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take
         serve.leave("b")
 
 
+async def test_what_is_handed_back_waits_if_the_others_are_away_for_a_moment() -> None:
+    """The request is asked back from a, which drains, as b could take it; then b's feed breaks."""
+    async with one_runs_and_one_waits() as (serve, made, running, waiting), replica() as other:
+        serve.hold()
+        serve.join("b", other)
+        await until(lambda: serve.ledger.view.is_connected("b"))
+        drained = asyncio.create_task(made.engine.drain(30.0))
+        await until(lambda: "waiting" in serve.ledger.recalls._asked, look_s=0)
+        for subscriber in [*other.feed._subscribers.values()]:
+            subscriber.transport.abort()
+        answer = await waiting
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("b", 0)
+        assert answer.tokens == [expected_tokens(WAITING, 4)]
+        made.executor.gate.set()
+        await running
+        assert await drained
+        serve.leave("b")
+
+
+async def test_what_a_draining_replica_refuses_waits_for_its_successor() -> None:
+    """The request is on its way there when the drain begins, of which the gateway has not heard."""
+    async with serving("a") as serve, replica() as successor:
+        dispatcher = serve.hold()
+        serve.replicas["a"].engine._draining = True
+        asked = asyncio.create_task(ask(serve, prompt_token_ids=WAITING))
+        await until(lambda: len(serve.placements) == 2 and dispatcher.num_held == 1)
+        serve.join("b", successor)
+        answer = await asked
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("b", 0)
+        assert answer.tokens == [expected_tokens(WAITING, 4)]
+        serve.leave("b")
+
+
 async def test_what_waits_stays_where_nobody_else_could_take_it() -> None:
     async with one_runs_and_one_waits() as (serve, made, running, waiting):
         drained = asyncio.create_task(made.engine.drain(30.0))

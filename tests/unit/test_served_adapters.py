@@ -11,11 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from fixtures.fake_serve import serving as replicas
 from fixtures.waiting import DEADLINE_S, until
 
+from shoal_cluster.config import MAX_ADAPTERS
 from shoal_cluster.serve import served_adapters
 from shoal_cluster.serve.adapter_wishes import FORGET_S, Told, Wanted, Wishes
 from shoal_cluster.serve.call import ModelRow, Usage
+from shoal_cluster.serve.feed_messages import MAX_REQUEST_BYTES
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.metrics.model_tally import ModelTally
 from shoal_cluster.serve.model_rows import model_rows
@@ -175,3 +178,23 @@ def test_gateways_may_differ_for_a_while() -> None:
     assert (wishes.sources(), wishes.in_use()) == ({"x": "/2"}, set())
     now[0] = 10 * FORGET_S
     assert wishes.sources() == {"x": "/2"}  # without any gateway, nothing goes
+
+
+async def test_thousands_of_adapters_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names and sources take more bytes than a request may."""
+    sources = {f"customer-{number:05}": f"/shared/adapters/customer-{number:05}/v1" for number in range(MAX_ADAPTERS)}
+    async with replicas("a") as serve:
+        asked: list[bytes] = []
+
+        def answer(body: bytes) -> bytes:
+            asked.append(body)
+            return msgspec.msgpack.encode(Told({}, [], {}))
+
+        monkeypatch.setattr(serve.replicas["a"].feed, "_answers", {served_adapters.ADAPTERS: answer})
+        adapters = ServedAdapters(serve.ledger, ())
+        adapters.want(sources)
+        task = asyncio.create_task(adapters.run())
+        await until(lambda: adapters._asked.get("a"))
+        assert len(asked[-1]) > MAX_REQUEST_BYTES
+        task.cancel()
+        await asyncio.wait([task])

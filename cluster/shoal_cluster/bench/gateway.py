@@ -15,12 +15,11 @@ from typing import cast
 from shoal_cluster.bench.stream_clients import Face, read_streams, stream_id
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
-from shoal_cluster.serve.call import Chunk, GenerateCall, ModelCard
+from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, ModelCard
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
-from shoal_cluster.serve.http.api import HttpCore
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
 from shoal_cluster.serve.member import Member
@@ -105,7 +104,7 @@ async def _measure(load: StreamLoad) -> StreamCost:
 async def _open(core: _Core, face: Face) -> AsyncIterator[int]:
     """Serve ``core`` and yield the port of one face, gRPC or HTTP."""
     free = GatewaySettings(grpc_address="127.0.0.1:0", http_address="127.0.0.1:0")
-    ingress = await Ingress.open(cast("HttpCore", core), free)
+    ingress = await Ingress.open(cast("GatewayCore", core), free)
     yield ingress.grpc_port if face == "grpc" else ingress.http_port
     await ingress.close(core.observer.drain(LONGEST_S))
 

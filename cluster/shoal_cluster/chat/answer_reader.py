@@ -131,15 +131,26 @@ class AnswerReader:
         self._num_calls = 0
         self._since_opening: str | None = None  # what may be content, until a call has followed the opening
         self._read: Callable[[bool], bool] = self._begin_reasoning if is_reasoning else self._begin
+        self._length = 0  # of all text so far, in characters
+        self._thought: tuple[int, int | None] | None = (0, None) if is_reasoning else None  # where reasoning is in it
 
     @property
     def is_reasoning(self) -> bool:
         """Whether what comes next belongs to reasoning, as far as is known."""
         return self._read in (self._begin_reasoning, self._reason)
 
+    @property
+    def num_thought(self) -> int:
+        """Characters of reasoning so far, its markers included."""
+        if self._thought is None:
+            return 0
+        start, end = self._thought
+        return (self._length if end is None else end) - start
+
     def push(self, text: str, *, is_last: bool = False) -> tuple[AnswerPiece, ...]:
         """Take text, with which the answer ends if it is the last. Returns what it has turned out to be, in order."""
         self._unread += text
+        self._length += len(text)
         while self._read(is_last):  # until what is left is too little to tell
             pass
         if is_last and not self._num_calls:
@@ -152,6 +163,7 @@ class AnswerReader:
         """The answer begins: with reasoning, or not."""
         text = self._unread.lstrip()
         if self._reasons and text.startswith(THINK):
+            self._thought = self._length - len(text), None
             self._read = self._begin_reasoning
             return True
         if self._reasons and not is_last and THINK.startswith(text):
@@ -178,6 +190,8 @@ class AnswerReader:
             self._reasoning.push(self._take_before((END_OF_THINK,), is_last))
             return False
         self._reasoning.push(before)
+        if self._thought is not None:
+            self._thought = self._thought[0], self._length - len(rest)
         self._unread = rest
         self._read = self._begin_content
         return True

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 
 from shoal_cluster.gateway_settings import ADMIN
+from shoal_cluster.serve.admin import key_of_header
 from shoal_replica.errors import Unauthenticated
 
 
@@ -46,9 +47,9 @@ class Access:
 
 def _key_of(authorization: str) -> str:
     """The key, or what a browser's dialog got as password; empty if there is none."""
+    if (key := key_of_header(authorization)) is not None:
+        return key
     scheme, _, given = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return given.strip()
     if scheme.lower() != "basic":
         return ""
     try:

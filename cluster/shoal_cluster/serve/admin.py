@@ -22,6 +22,5 @@ def check_admin_key(configured: str | None, given: str | None) -> None:
 
 def key_of_header(authorization: str | None) -> str | None:
     """The key in an ``authorization`` header or gRPC metadata value; None if there is none."""
-    if authorization is None or not authorization.startswith(BEARER):
-        return None
-    return authorization.removeprefix(BEARER)
+    scheme, _, given = (authorization or "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else None

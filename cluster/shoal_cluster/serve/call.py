@@ -23,6 +23,7 @@ from shoal_cluster.serve.replica_past import PastSample
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_replica.chat_template import PromptEnd
+from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
 from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shoal_cluster.serve.metrics.tally import Point
 
 MAX_PROMPTS = 128  # in one completion request
+MAX_NAME = 512  # characters of a tenant or a salt
 CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID = ANSWER_IDS = "chatcmpl-", "cmpl-", "resp_", "msg_"
 """What the ids of answers by HTTP begin with; the request's id follows."""
 TURN_LENGTH = 64  # what a chat turn costs besides its text, in characters
@@ -55,6 +57,9 @@ class GenerateCall:
     ``left_out`` names those of ``DEFAULTED`` parameters that the client leaves to the model's recommendation.
     ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit. ``tools``,
     ``template_options``, variables of the chat template, and ``prompt_end`` go with ``messages``.
+
+    Raises:
+        InvalidArgument: ``tenant`` or ``cache_salt`` is longer than ``MAX_NAME`` characters.
     """
 
     request_id: str
@@ -72,6 +77,11 @@ class GenerateCall:
     cache_salt: str = ""
     timeout_s: float | None = None
     trace: TraceContext | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tenant", self.tenant), ("cache_salt", self.cache_salt)):
+            if len(value) > MAX_NAME:  # they are kept for a while, and logged
+                raise InvalidArgument(name, value, f"must have at most {MAX_NAME} characters")
 
     @property
     def length(self) -> int:

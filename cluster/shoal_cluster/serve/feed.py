@@ -95,10 +95,10 @@ class FeedServer:
             if self._land(subscriber, request_id):
                 self._tell_others()
 
-    def refuse(self, request_id: str, gateway_id: str, reason: str, field: str = "") -> None:
+    def refuse(self, gateway_id: str, refused: Refused) -> None:
         """Tell a gateway at once that a request of its own does not run here, if the gateway is connected."""
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
-            subscriber.transport.write(frame(Refused(request_id, reason, field)))
+            subscriber.transport.write(frame(refused))
 
     async def stop(self) -> None:
         """Close every connection; what is still buffered is sent as far as the gateways read it."""

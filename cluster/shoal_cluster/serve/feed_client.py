@@ -48,8 +48,7 @@ class FeedClient:
             woken.
         on_lost: called when the feed has broken, or could not be connected.
         on_tokens: called at once with an update that has tokens or newly accepted requests: clients wait for them.
-        on_refused: called for a request that the replica does not run: its id, the reason, and the name of its invalid
-            field, if one is to blame.
+        on_refused: called for a request that the replica does not run.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class FeedClient:
         on_message: Callable[[Snapshot | Update], None],
         on_lost: Callable[[], None],
         on_tokens: Callable[[Update], None] = lambda update: None,
-        on_refused: Callable[[str, str, str], None] = lambda request_id, reason, field: None,
+        on_refused: Callable[[Refused], None] = lambda refused: None,
     ) -> None:
         self._gateway_id = gateway_id
         self._address = address
@@ -175,7 +174,7 @@ class FeedClient:
                 answer.set_result(message.body)
             return
         if isinstance(message, Refused):
-            self._on_refused(message.request_id, message.reason, message.field)
+            self._on_refused(message)
             return
         if isinstance(message, Update) and message.seq != self._expected:
             raise ConnectionError(f"feed update {message.seq} came where {self._expected} was due")

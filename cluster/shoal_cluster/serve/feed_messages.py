@@ -20,6 +20,7 @@ BLOCKS, PAST, METRICS, DRAIN, ADAPTERS = "blocks", "past", "metrics", "drain", "
 SILENCE_S = 5.0
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
 MAX_REQUEST_BYTES = 64 * 2**10  # a longer request travels by Serve's call alone
+MAX_GATEWAY_FRAME_BYTES = 32 * 2**20  # some thousand adapters with their sources
 LENGTH_BYTES = 4
 
 
@@ -173,12 +174,14 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A submitted request whose Serve call has not come yet does not run here, or no longer, and has no token. The
-    gateway places it elsewhere, unless the request itself is invalid, in ``field``. Not part of the updates' numbering.
+    gateway places it elsewhere, unless the request itself is invalid, in ``field``. ``is_full``: for want of room, not
+    because the replica leaves or has handed it back. Not part of the updates' numbering.
     """
 
     request_id: str
     reason: str
     field: str = ""
+    is_full: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -237,8 +240,8 @@ class FrameReader(Generic[Message]):
 
 
 def frames_from_gateway() -> FrameReader[FromGateway]:
-    """The reader of a gateway's connection, whose frames are small."""
-    return FrameReader(_from_gateway, MAX_REQUEST_BYTES)
+    """The reader of a gateway's connection."""
+    return FrameReader(_from_gateway, MAX_GATEWAY_FRAME_BYTES)
 
 
 def frames_from_replica() -> FrameReader[FromReplica]:

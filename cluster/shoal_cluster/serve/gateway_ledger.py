@@ -19,7 +19,7 @@ from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_client import FeedClient
-from shoal_cluster.serve.feed_messages import BlockSource, Snapshot, Update
+from shoal_cluster.serve.feed_messages import BlockSource, Refused, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.moves import Moves
@@ -112,7 +112,7 @@ class GatewayLedger:
     def ranks(self, request_id: str) -> tuple[str, ...]:
         """Where Serve's call for a dispatched request must go, best first. Serve asks until a replica takes it."""
         if (there := self._sent.replica_of(request_id)) is not None and there not in self._members:
-            self._refused(there, request_id, "Serve took it away before its call came")
+            self._refused(there, Refused(request_id, "Serve took it away before its call came"))
             return ()
         return self._sent.ranks(request_id, self.decide)
 
@@ -310,9 +310,9 @@ class GatewayLedger:
             self._credit.promise(request_id)
         follower.on_routed(replica_id, is_taken)
 
-    def _refused(self, replica_id: str, request_id: str, reason: str, field: str = "") -> None:
-        if (follower := self._followers.get(request_id)) is not None:
-            follower.on_refused(replica_id, reason, field)
+    def _refused(self, replica_id: str, refused: Refused) -> None:
+        if (follower := self._followers.get(refused.request_id)) is not None:
+            follower.on_refused(replica_id, refused)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):

@@ -17,6 +17,7 @@ from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLeft, ReplicaLost, ReplicaUnheard
+from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.request_id import leg_id
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
@@ -187,7 +188,7 @@ class Generation:
 
     async def _run_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
         """Place a request until a replica takes it, and follow it to its end or to the leg that resumes it."""
-        refused: dict[str, str] = {}
+        refused: dict[str, Outcome] = {}
         for _ in range(MAX_REFUSALS):
             try:
                 refusal = await self._attempt(
@@ -211,17 +212,17 @@ class Generation:
             if refusal is None:
                 return
             refused |= [refusal]
-            if refusal[0] not in self._ledger.view:
-                continue  # Serve has removed the replica: another may come in its place
+            if not refusal[1].is_full or refusal[0] not in self._ledger.view:
+                continue  # the replica leaves: another may come in its place
             if not self._ledger.can_place(self._avoided.beside(refused.keys())):
                 break
-        reason = next(reversed(refused.values()))
+        reason = next(reversed(refused.values())).reason
         raise ResourceExhausted(f"refused by {len(refused)} replicas: {reason}", retry_after_s=1.0)
 
     async def _attempt(
         self, request: Request, indexes: range, num_resumes: int, excluded: Set[str]
-    ) -> tuple[str, str] | None:
-        """Place a request once and follow it to its end. Returns (replica, reason) if that replica refused it."""
+    ) -> tuple[str, Outcome] | None:
+        """Place a request once and follow it to its end. Returns (replica, outcome) if that replica refused it."""
         self._num_legs += 1
         query, whole = self._query, request
         if self._num_legs > 1:

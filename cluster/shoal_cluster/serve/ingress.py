@@ -12,8 +12,9 @@ import uvicorn
 
 from shoal_cluster.addresses import listen
 from shoal_cluster.gateway_settings import GatewaySettings
+from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.grpc_service import start_grpc_server
-from shoal_cluster.serve.http.api import HttpCore, http_config
+from shoal_cluster.serve.http.api import http_config
 from shoal_replica.errors import ConfigError
 
 SHUTDOWN_S = 5.0
@@ -51,7 +52,7 @@ class Ingress:
         self._shutdown_s = shutdown_s
 
     @classmethod
-    async def open(cls, core: HttpCore, settings: GatewaySettings) -> Ingress:
+    async def open(cls, core: GatewayCore, settings: GatewaySettings) -> Ingress:
         """Serve ``core`` at the addresses of ``settings``.
 
         Raises:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal_cluster.serve.call_times import LegTimes
+from shoal_cluster.serve.feed_messages import Refused
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.sent import Follower
 from shoal_replica.errors import InvalidArgument, ShoalError, Unavailable
@@ -91,8 +92,8 @@ class Leg:
     def is_done(self) -> bool:
         return all(output.is_done or index in self._prefilled for index, output in self._outputs.items())
 
-    async def see_through(self, placement: Placement, placement_timeout_s: float) -> str | None:
-        """Wait for the end. Returns why the replica refused the request, or None when its sequences are done.
+    async def see_through(self, placement: Placement, placement_timeout_s: float) -> Outcome | None:
+        """Wait for the end. Returns the outcome if the replica refused the request, None when its sequences are done.
 
         Raises:
             ReplicaLost: the replica did not finish the request. ReplicaLeft: because it drains. ReplicaUnheard: it has
@@ -111,14 +112,14 @@ class Leg:
                 raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
             await _first(outcome, self._ended)
             if self._refusal is not None:
-                return _reason(self._refusal)
+                return _for_others(self._refusal)
             lost = f"the feed of replica {self.replica_id} broke"
             if outcome.done() and (error := _error(outcome)) is not None:
                 self.is_replica_gone = True
                 lost = f"replica {self.replica_id}: {type(error).__name__}"
             elif outcome.done():
                 if outcome.result().refused and not self._has_begun:
-                    return _reason(outcome.result())
+                    return _for_others(outcome.result())
                 self._is_handed_back = outcome.result().refused
                 if not self._is_handed_back:
                     await _first(self._ended, timeout_s=GRACE_S)
@@ -164,12 +165,12 @@ class Leg:
                     self.end = "prefilled"
                     self._go_on(replica_id)
 
-    def _on_refused(self, replica_id: str, reason: str, field: str) -> None:
+    def _on_refused(self, replica_id: str, refused: Refused) -> None:
         self.replica_id = replica_id
         if self._has_begun:
             self._is_handed_back = True
         else:
-            self._refusal = Outcome(refused=True, reason=reason, field=field)
+            self._refusal = Outcome(True, refused.reason, refused.field, is_full=refused.is_full)
         self._on_lost()
 
     @property
@@ -186,13 +187,13 @@ async def _first(*futures: asyncio.Future[Any], timeout_s: float | None = None) 
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _reason(refusal: Outcome) -> str:
-    """Why another replica should run the request. Raises InvalidArgument: none should; ReplicaUnheard: this one may."""
+def _for_others(refusal: Outcome) -> Outcome:
+    """``refusal``, if others should run the request. Raises InvalidArgument: none should; ReplicaUnheard: this may."""
     if refusal.is_unheard:
         raise ReplicaUnheard(refusal.reason)
     if refusal.field:
         raise InvalidArgument.retold(refusal.field, refusal.reason)
-    return refusal.reason
+    return refusal
 
 
 def _error(outcome: asyncio.Future[Outcome]) -> BaseException | None:

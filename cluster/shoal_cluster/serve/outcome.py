@@ -26,7 +26,7 @@ from time import monotonic
 
 from shoal_cluster.serve.block_fetcher import BlockFetcher
 from shoal_cluster.serve.feed import FeedServer
-from shoal_cluster.serve.feed_messages import BlockSource
+from shoal_cluster.serve.feed_messages import BlockSource, Refused
 from shoal_replica.engine import Engine
 from shoal_replica.errors import EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import Request
@@ -41,13 +41,14 @@ _log = logging.getLogger(__name__)
 class Outcome:
     """How a call to a replica ended. A refused request has left no trace there; ``reason`` says why it was refused.
     ``field`` names its invalid field, if that is why: then no other replica should run it either. ``is_unheard``: the
-    replica has no feed to the gateway now, but may well run the request once it has.
+    replica has no feed to the gateway now, but may well run the request once it has. ``is_full``: its queue is.
     """
 
     refused: bool
     reason: str = ""
     field: str = ""
     is_unheard: bool = False
+    is_full: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +116,8 @@ class Runs:
             num_coming_blocks = 0 if self._fetcher is None else self._fetcher.num_coming(request, source)
             finished = self._engine.add(request, num_coming_blocks)
         except (ResourceExhausted, Unavailable) as error:
-            run.ended.set_result(Outcome(refused=True, reason=str(error)))
+            is_full = isinstance(error, ResourceExhausted)
+            run.ended.set_result(Outcome(refused=True, reason=str(error), is_full=is_full))
         except InvalidArgument as error:  # another gateway's request may have its id
             run.ended.set_result(Outcome(refused=True, reason=str(error), field=error.field))
         except Exception as error:  # any error is this request's alone: its gateway's feed carries others
@@ -158,8 +160,8 @@ class Runs:
             else:
                 self._kept[key] = monotonic()
         if not run.is_called and run.ended.exception() is None and run.ended.result().refused:
-            gateway_id, request_id = key
-            self._feed.refuse(request_id, gateway_id, run.ended.result().reason, run.ended.result().field)
+            (gateway_id, request_id), outcome = key, run.ended.result()
+            self._feed.refuse(gateway_id, Refused(request_id, outcome.reason, outcome.field, outcome.is_full))
 
     def _forget_kept(self, now: float) -> None:
         while self._kept:

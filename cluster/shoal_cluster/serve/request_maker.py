@@ -31,20 +31,21 @@ class AnswerReaders:
 
     def __init__(self, readers: Sequence[AnswerReader]) -> None:
         self._readers = readers
-        self._num_reasoning_tokens = 0
+        self._num_reasoning_tokens = 0.0
 
     def read(self, chunk: Chunk) -> list[Chunk]:
         """``chunk`` with its text told apart: several, if it has parts in another order than a chunk has."""
         if not self._readers:
             return [chunk]
         reader = self._readers[chunk.index]
-        was_reasoning = reader.is_reasoning
+        num_thought = reader.num_thought
         first, *others = reader.push(chunk.text, is_last=chunk.finish_reason is not None) or (AnswerPiece(),)
-        if was_reasoning or reader.is_reasoning:  # the markers' tokens included
-            self._num_reasoning_tokens += len(chunk.token_ids)
+        # A chunk has as many tokens as have come together: in one where reasoning ends, they count by their text.
+        share = (reader.num_thought - num_thought) / len(chunk.text) if chunk.text else reader.is_reasoning
+        self._num_reasoning_tokens += len(chunk.token_ids) * share
         usage = chunk.usage
         if usage is not None:
-            usage = replace(usage, num_reasoning_tokens=self._num_reasoning_tokens)
+            usage = replace(usage, num_reasoning_tokens=round(self._num_reasoning_tokens))
         chunks = [
             Chunk(
                 index=chunk.index,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord
+from shoal_cluster.serve.feed_messages import Refused
 from shoal_replica.request import TokenDelta
 
 
@@ -16,13 +17,13 @@ class Follower:
     Attributes:
         on_routed: it is on its way to this replica, or (True) the replica has taken it.
         on_delta: this replica has computed tokens.
-        on_refused: this replica does not run it after all; why, and the name of its invalid field, if one is to blame.
+        on_refused: this replica does not run it after all.
         on_lost: the replica's feed has broken.
     """
 
     on_routed: Callable[[str, bool], None]
     on_delta: Callable[[str, TokenDelta], None]
-    on_refused: Callable[[str, str, str], None]
+    on_refused: Callable[[str, Refused], None]
     on_lost: Callable[[], None]
 
 

@@ -33,6 +33,7 @@ from shoal_replica.testing import make_request
 
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
+MANY = {f"{number}": "x" for number in range(1025)}
 
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -881,6 +882,13 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             "must be one of the tools: get_weather",
         ),
         (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions", "not supported"),
+        (CHAT, {"messages": HI, "logit_bias": {"1" * 5000: 1.0}}, 400, "logit_bias", "must be token ids"),
+        (CHAT, {"messages": HI, "logit_bias": MANY}, 400, "logit_bias", "has 1025 entries; must have at most 1024"),
+        (CHAT, {"messages": HI, "chat_template_kwargs": MANY}, 400, "chat_template_kwargs", "must have at most 256"),
+        (RESPONSES, {"input": "hi", "metadata": MANY}, 400, "metadata", "must have at most 16"),
+        (RESPONSES, {"input": "x" * 500}, 400, "input", "below 128"),
+        (CHAT, {"messages": HI, "user": "x" * 513}, 400, "tenant", "must have at most 512 characters"),
+        (COMPLETION, {"prompt": "hi", "cache_salt": "x" * 513}, 400, "cache_salt", "must have at most 512 characters"),
         (CHAT, {"messages": HI, "include_reasoning": False}, 400, "include_reasoning", "only True"),
         (CHAT, {"messages": HI, "thinking_token_budget": 9}, 400, "thinking_token_budget", "not supported"),
         (CHAT, {"messages": HI, "verbosity": "low"}, 400, "verbosity", "only 'medium'"),
@@ -965,7 +973,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         ),
         (CHAT, {"messages": HI, "structured_outputs": {"jsno": {}}}, 400, "structured_outputs.jsno", "extra inputs"),
         (CHAT, {"messages": HI, "guided_whitespace_pattern": "x"}, 400, "guided_whitespace_pattern", "not supported"),
-        (CHAT, {"messages": HI, "guided_choice": []}, 400, "structured_output", "must be a list of texts"),
+        (CHAT, {"messages": HI, "guided_choice": []}, 400, "guided_choice", "must be a list of texts"),
         (CHAT, {"messages": HI, "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos", "contradicts"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "messages", "below 128"),
         (COMPLETION, {"prompt": "x" * 500}, 400, "prompt", "below 128"),
@@ -1086,7 +1094,8 @@ async def test_broken_json_is_said_of_the_body(http: httpx.AsyncClient) -> None:
 
 
 async def test_wrong_method_and_wrong_model(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
-    assert (await http.get(CHAT)).json()["error"]["code"] == "http_405"
+    answer = await http.get(CHAT)
+    assert (answer.json()["error"]["code"], answer.headers["allow"]) == ("http_405", "POST")
     with pytest.raises(openai.NotFoundError) as caught:
         await client.models.retrieve("other")
     assert caught.value.code == "model_not_found"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -47,16 +47,8 @@ ALTERNATIVES = {"str", NamedChoice.__name__, NamedFunction.__name__}  # of union
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 
-class HttpCore(GatewayCore, Protocol):
-    """What this front end needs of the gateway: OpenAI's log-probabilities name tokens by their text."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for."""
-        ...
-
-
 def build_http_app(
-    core: HttpCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, cors_origins: Sequence[str] = ()
+    core: GatewayCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, cors_origins: Sequence[str] = ()
 ) -> FastAPI:
     """The ASGI application. A body above ``max_body_bytes`` gets 413. Pages of ``cors_origins`` may call it."""
     app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)
@@ -75,12 +67,11 @@ def build_http_app(
     async def refuse(request: Request, error: Exception) -> Response:
         if request.method == "POST":
             refuse_unread(request.url.path)
+        request_id, path = request.state.request_id, request.url.path
         if isinstance(error, HTTPException):
-            told = http_error(error)
-        else:
-            assert isinstance(error, RequestValidationError)
-            told = invalid_body(error, ALTERNATIVES)
-        return report_response(told, request.state.request_id, request.url.path)
+            return report_response(http_error(error), request_id, path, error.headers)
+        assert isinstance(error, RequestValidationError)
+        return report_response(invalid_body(error, ALTERNATIVES), request_id, path)
 
     app.add_exception_handler(RequestValidationError, refuse)
     app.add_exception_handler(HTTPException, refuse)
@@ -132,7 +123,7 @@ def build_http_app(
     return app
 
 
-def http_config(core: HttpCore, settings: GatewaySettings, shutdown_s: float) -> uvicorn.Config:
+def http_config(core: GatewayCore, settings: GatewaySettings, shutdown_s: float) -> uvicorn.Config:
     """The uvicorn configuration that serves the application; open requests have ``shutdown_s`` to end."""
     return uvicorn.Config(
         build_http_app(core, settings.max_request_bytes, settings.cors_origins),

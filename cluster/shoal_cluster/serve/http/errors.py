@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -39,9 +39,11 @@ def error_response(error: Exception, request_id: str, path: str = "") -> Respons
     return report_response(report(error, request_id), request_id, path)
 
 
-def report_response(told: ErrorReport, request_id: str, path: str) -> Response:
-    """The same, of what may be known."""
-    headers = {}
+def report_response(
+    told: ErrorReport, request_id: str, path: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The same, of what may be known, with ``headers`` besides its own."""
+    headers = dict(headers or {})
     if told.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(told.retry_after_s))
     body: dict[str, Any] = told.anthropic_body(request_id) if is_anthropic(path) else told.openai_body()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_defaults import DEFAULTED
@@ -45,9 +45,27 @@ def _left_out(value: Any) -> Any:
     return value
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Refuses larger dictionaries before their entries are looked at: each may have an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"has {len(value)} entries; must have at most {count}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class _FirstError(FailFast):
+    __hash__ = object.__hash__  # unions of types need one
+
+
+T = TypeVar("T")
+ListOf = Annotated[list[T], _FirstError()]  # else each of a million elements may have an error, which takes seconds
 Unsupported = Annotated[Any, AfterValidator(_left_out)]
 Text = Annotated[str, AfterValidator(unicode_text)]
 TextOrNull = Annotated[Text, instead_of_null("")]
+TemplateOptions = Annotated[dict[Text, Any], at_most(256)]
 
 
 class Body(BaseModel):
@@ -63,6 +81,13 @@ class TextPart(Body):
     @property
     def said(self) -> str:
         return self.text
+
+
+def renamed(error: Exception, words: Mapping[str, str]) -> Exception:
+    """``error`` with the field that a body has for it, by the field's name in calls."""
+    if isinstance(error, InvalidArgument) and error.field in words:
+        return error.renamed(words[error.field])
+    return error
 
 
 def left_out(body: BaseModel) -> frozenset[str]:

@@ -21,6 +21,8 @@ from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import GenerateCall, Prompt
 from shoal_cluster.serve.http.fields import (
     Body,
+    ListOf,
+    TemplateOptions,
     Text,
     TextOrNull,
     TextPart,
@@ -28,6 +30,7 @@ from shoal_cluster.serve.http.fields import (
     effort_options,
     instead_of_null,
     left_out,
+    renamed,
     text_of,
 )
 from shoal_replica.chat_template import PromptEnd
@@ -42,7 +45,13 @@ MODES = {"auto": AUTO, "any": REQUIRED, "tool": REQUIRED, "none": NONE}
 BILLING = "x-anthropic-billing-header:"
 TEXTS_ONLY = "only text, thinking, tool_use and tool_result are served"
 # Fields of calls, as bodies have them.
-WORDS = {"stop": "stop_sequences", "structured_output": "output_config.format", "continue_final_message": "messages"}
+WORDS = {
+    "stop": "stop_sequences",
+    "structured_output": "output_config.format",
+    "continue_final_message": "messages",
+    "prompt": "messages",
+    "text": "messages",
+}
 
 
 class Block(TextPart):
@@ -53,12 +62,12 @@ class Block(TextPart):
     name: TextOrNull = ""
     input: dict[str, Any] | None = None
     tool_use_id: TextOrNull = ""
-    content: Text | list[TextPart] | None = None
+    content: Text | ListOf[TextPart] | None = None
 
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | ListOf[Block]
 
     def messages(self, where: str, *, is_first: bool) -> Iterator[Message]:
         """What it says, in order: results of calls are messages of their own. Templates know a system message only
@@ -149,14 +158,14 @@ class Conversation(Body):
     """`POST /v1/messages/count_tokens`: what a prompt is made of."""
 
     model: TextOrNull = ""
-    messages: list[Turn]
-    system: Text | list[TextPart] | None = None
-    tools: list[ToolBody] | None = None
+    messages: ListOf[Turn]
+    system: Text | ListOf[TextPart] | None = None
+    tools: ListOf[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # where earlier clients have the one of `output_config`
-    chat_template_kwargs: dict[Text, Any] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     mcp_servers: Unsupported = None
     container: Unsupported = None
     thread: Unsupported = None
@@ -172,9 +181,7 @@ class Conversation(Body):
 
     def in_its_words(self, error: Exception) -> Exception:
         """``error`` with the field that the body has for it."""
-        if isinstance(error, InvalidArgument) and error.field in WORDS:
-            return error.renamed(WORDS[error.field])
-        return error
+        return renamed(error, WORDS)
 
     def _messages(self) -> tuple[Message, ...]:
         """The turns, those of one role in a row as one: many templates want roles to alternate."""
@@ -215,7 +222,7 @@ class MessagesRequest(Conversation):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[Text] | None = None
+    stop_sequences: ListOf[Text] | None = None
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None

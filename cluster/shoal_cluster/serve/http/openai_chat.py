@@ -10,6 +10,8 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.http.fields import (
     Body,
+    ListOf,
+    TemplateOptions,
     Text,
     TextOrNull,
     TextPart,
@@ -28,8 +30,8 @@ from shoal_replica.sampling_params import MAX_LOGPROBS
 
 class ChatTurn(Body):
     role: Text
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[CallBody] | None = None
+    content: Text | ListOf[TextPart] | None = None
+    tool_calls: ListOf[CallBody] | None = None
     tool_call_id: TextOrNull = ""
     name: TextOrNull = ""
     reasoning_content: TextOrNull = ""
@@ -61,14 +63,14 @@ def prompt_end(adds_generation_prompt: bool | None, continues_final_message: boo
 class ChatRequest(RequestBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatTurn]
+    messages: ListOf[ChatTurn]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[ToolBody] | None = None
+    tools: ListOf[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Text | None = None
     include_reasoning: Annotated[Any, only(True)] = None
     thinking_token_budget: Unsupported = None
@@ -84,6 +86,10 @@ class ChatRequest(RequestBody):
     add_special_tokens: Annotated[Any, only(False)] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+
+    @property
+    def words(self) -> dict[str, str]:
+        return super().words | {"prompt": "messages", "text": "messages"}
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """The body's only call, in a list. Raises InvalidArgument."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, Unsupported
+from shoal_cluster.serve.http.fields import Body, ListOf, Text, TextOrNull, Unsupported
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import LARK, REGEX, StructuredOutput
 
@@ -41,7 +41,7 @@ class StructuredOutputs(Body):
     json_form: Text | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: ListOf[Text] | None = None
     grammar: Text | None = None
     structural_tag: Unsupported = None
     disable_fallback: Any = None  # there is none

@@ -18,20 +18,27 @@ from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall
 from shoal_cluster.serve.http.fields import (
     Body,
+    ListOf,
     Text,
     TextOrNull,
     Unsupported,
+    at_most,
     instead_of_null,
     left_out,
     only,
+    renamed,
     unicode_text,
 )
 from shoal_cluster.serve.http.openai_structures import ResponseFormat, StructuredOutputs
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.sampling_params import MAX_BEAM_WIDTH, SamplingParams
+from shoal_replica.sampling_params import MAX_BEAM_WIDTH, MAX_LOGIT_BIASES, SamplingParams
 from shoal_replica.structured_output import StructuredOutput
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on as long as the model has room
+
+MAX_DIGITS = 10  # of a token id
+STRUCTURES = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""The fields that say what an answer must match."""
 
 _PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
@@ -49,7 +56,7 @@ class RequestBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | ListOf[Text] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     seed: int | None = None
@@ -59,7 +66,7 @@ class RequestBody(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListOf[int] | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
@@ -71,15 +78,15 @@ class RequestBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Text | dict[str, Any] | None = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: ListOf[Text] | None = None
     guided_grammar: Text | None = None
     guided_json_object: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
     structural_tag: Unsupported = None
-    logit_bias: dict[Text, float] | None = None
+    logit_bias: Annotated[dict[Text, float], at_most(MAX_LOGIT_BIASES)] | None = None
     min_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[Text] | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[Text] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
@@ -114,9 +121,15 @@ class RequestBody(Body):
         """Whether an answer that begins with its prompt ends with it, too."""
         return False
 
+    @property
+    def words(self) -> dict[str, str]:
+        """Fields of calls, as the body has them."""
+        given = (name for name in STRUCTURES if getattr(self, name) is not None)
+        return {"structured_output": next(given, "response_format")}
+
     def in_its_words(self, error: Exception) -> Exception:
         """``error`` with the field that the body has for it."""
-        return error
+        return renamed(error, self.words)
 
     @property
     def num_sequences(self) -> int:
@@ -230,10 +243,14 @@ class CompletionRequest(RequestBody):
     def is_all_prompt(self) -> bool:
         return self.echoes and self.max_tokens == 0
 
+    @property
+    def words(self) -> dict[str, str]:
+        return super().words | {"text": "prompt"}
+
     def in_its_words(self, error: Exception) -> Exception:
         if isinstance(error, InvalidArgument) and error.field == "prompt_logprobs" and self.prompt_logprobs is None:
             return InvalidArgument.retold("logprobs", f"logprobs, with echo: {error}")
-        return error
+        return super().in_its_words(error)
 
     def to_calls(self, request_id: str) -> list[GenerateCall]:
         """One call per prompt. Raises InvalidArgument."""
@@ -279,7 +296,7 @@ def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
 
 def _token_id(key: str) -> int:
     """A key of `logit_bias`: JSON has no other keys than text."""
-    if not (key.isascii() and key.isdecimal()):
+    if not (key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS):
         raise InvalidArgument("logit_bias", key, "its keys must be token ids")
     return int(key)
 

@@ -16,10 +16,13 @@ from shoal_cluster.chat.tool import AUTO, REQUIRED, ToolCall, ToolUse
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.http.fields import (
     Body,
+    ListOf,
+    TemplateOptions,
     Text,
     TextOrNull,
     TextPart,
     Unsupported,
+    at_most,
     effort_options,
     instead_of_null,
     left_out,
@@ -33,6 +36,7 @@ from shoal_replica.sampling_params import MAX_LOGPROBS
 from shoal_replica.structured_output import StructuredOutput
 
 LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16  # as at OpenAI
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -49,12 +53,12 @@ class Item(Body):
 
     type: TextOrNull = ""
     role: TextOrNull = ""
-    content: Text | list[Part] | None = None
+    content: Text | ListOf[Part] | None = None
     call_id: TextOrNull = ""
     name: TextOrNull = ""
     arguments: TextOrNull = ""
-    output: Text | list[Part] | None = None
-    summary: list[Part] | None = None  # of reasoning, where that is all there is
+    output: Text | ListOf[Part] | None = None
+    summary: ListOf[Part] | None = None  # of reasoning, where that is all there is
 
 
 class _Typed(Body):
@@ -88,18 +92,18 @@ class Reasoning(Body):
 class ResponsesRequest(RequestBody):
     """`POST /v1/responses`."""
 
-    input: Text | list[Item]
+    input: Text | ListOf[Item]
     instructions: TextOrNull = ""
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
-    include: list[Text] | None = None
+    include: ListOf[Text] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    metadata: Annotated[dict[Text, Text], instead_of_null({})] = Field(default_factory=dict)
-    chat_template_kwargs: dict[Text, Any] | None = None
+    metadata: Annotated[dict[Text, Text], at_most(MAX_METADATA), instead_of_null({})] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateOptions | None = None
     n: Annotated[Any, only(1)] = None
     return_token_ids: Unsupported = None
     truncation: Annotated[Any, only("disabled")] = None
@@ -110,6 +114,14 @@ class ResponsesRequest(RequestBody):
     background: Unsupported = None
     prompt: Unsupported = None
     max_tool_calls: Unsupported = None
+
+    @property
+    def words(self) -> dict[str, str]:
+        form = super().words["structured_output"]
+        is_own = self.text is not None and self.text.format is not None
+        return dict.fromkeys(("messages", "prompt", "text"), "input") | {
+            "structured_output": "text.format" if is_own else form
+        }
 
     @property
     def has_logprobs(self) -> bool:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
 from shoal_cluster.serve.call import GatewayCore, Prompt
 from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response
-from shoal_cluster.serve.http.fields import Body, Text, TextOrNull, Unsupported, instead_of_null
+from shoal_cluster.serve.http.fields import (
+    Body,
+    ListOf,
+    TemplateOptions,
+    Text,
+    TextOrNull,
+    Unsupported,
+    instead_of_null,
+)
 from shoal_cluster.serve.http.messages_types import Conversation
 from shoal_cluster.serve.http.openai_chat import ChatTurn, prompt_end
 from shoal_cluster.serve.http.openai_shapes import token_text
@@ -24,9 +32,9 @@ class TokenizeBody(Body):
 
     model: TextOrNull = ""
     prompt: Text | None = None
-    messages: list[ChatTurn] | None = None
-    tools: list[ToolBody] | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
+    messages: ListOf[ChatTurn] | None = None
+    tools: ListOf[ToolBody] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     add_special_tokens: Annotated[bool, instead_of_null(True)] = True  # of a text: templates write their own
     return_token_strs: Annotated[bool, instead_of_null(False)] = False
     add_generation_prompt: bool | None = None
@@ -50,7 +58,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: TextOrNull = ""
-    tokens: list[int]
+    tokens: ListOf[int]
 
 
 def tokens_router(core: GatewayCore) -> APIRouter:

@@ -80,7 +80,7 @@ def resolve_config(
         sizes = default_graph_sizes(scheduler.max_num_seqs) if on_npu else ()
         parallel = replace(parallel, graph_sizes=sizes)
     cache = CacheConfig(
-        num_blocks=num_blocks or 1,
+        num_blocks=1 if num_blocks is None else num_blocks,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,

@@ -57,6 +57,7 @@ class SchedulerConfig:
             _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_waiting", self.max_num_waiting, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens: got {self.max_num_batched_tokens}; "

@@ -39,7 +39,7 @@ class LoadedAdapters:
         self._held.add(adapter.name)
         try:
             await self._thread.run(partial(self._executor.load, adapter), lambda: self.names.add(adapter.name))
-        except Exception:
+        except BaseException:
             self._held.discard(adapter.name)
             raise
 

@@ -108,6 +108,8 @@ class ModelConfig:
         if num_heads % num_kv_heads:
             raise ConfigError(f"model: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
         head_size = size(raw, "head_dim") if raw.get("head_dim") else size(raw, "hidden_size") // num_heads
+        if max_model_len is not None and type(max_model_len) is not int:
+            raise ConfigError(f"max_model_len: got {max_model_len!r}; must be an integer")
         rope = read_rope(raw, head_size, rotated_share(architecture, raw), max_model_len)
         if max_model_len is not None and not 1 <= max_model_len <= rope.max_model_len:
             raise ConfigError(f"max_model_len: got {max_model_len}; the model allows 1 to {rope.max_model_len}")

@@ -17,6 +17,7 @@ MAX_BEAM_WIDTH = 128
 MAX_BEAM_STOPS = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 8192
 MAX_BAD_WORDS = 256
@@ -135,6 +136,9 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            limit = f"must be at most {MAX_STOP_TOKENS}"
+            raise InvalidArgument("stop_token_ids", f"{len(self.stop_token_ids)} ids", limit)
         for token_id in self.stop_token_ids:
             check_integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
         if self.truncate_prompt_tokens not in (None, -1):
@@ -220,7 +224,8 @@ class SamplingParams:
         if most is None:
             return prompt_token_ids
         if most == -1:
-            most = max(1, max_model_len - (self.max_tokens or 1))
+            is_free = self.max_tokens is None or self.max_tokens >= max_model_len
+            most = max_model_len - (1 if is_free or self.max_tokens is None else self.max_tokens)
         if most >= max_model_len:
             raise InvalidArgument("truncate_prompt_tokens", most, f"must be under {max_model_len}, the model's length")
         return prompt_token_ids[-most:]

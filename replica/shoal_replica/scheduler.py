@@ -258,12 +258,12 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan, line: WaitingLine, before: Sequence | None = None) -> None:
         """Start sequences from the line while budget, slots and blocks last; only those that rank before ``before``."""
         room = self.config.max_num_seqs - self._num_slots - line.num_kept_slots
-        admitted, any_preempted = list[Sequence](), self._waiting.has_preempted
+        admitted, preempted = list[Sequence](), self._waiting.preempted
         while line and room > 0 and plan.budget:
             sequence = line.first
             if before is not None and rank(before, self.config.policy) < rank(sequence, self.config.policy):
                 break
-            if any_preempted and plan.num_sequences and sequence.status is SequenceStatus.WAITING:
+            if preempted is not None and plan.num_sequences and self._waits_behind(sequence, preempted):
                 break  # blocks are short: start no new sequence until the preempted ones are back
             num_slots = sequence.request.sampling_params.beam_width
             if num_slots > room and plan.share(sequence):  # one that gets no tokens keeps no others waiting
@@ -291,6 +291,11 @@ class Scheduler:
             self._waiting.take(admitted)
             self._running.extend(admitted)
             self._running.sort(key=lambda s: rank(s, self.config.policy))
+
+    def _waits_behind(self, sequence: Sequence, preempted: Sequence) -> bool:
+        """Whether a sequence that has not run is no more urgent than one that was preempted."""
+        is_new, policy = sequence.status is SequenceStatus.WAITING, self.config.policy
+        return is_new and rank(preempted, policy)[0] <= rank(sequence, policy)[0]
 
     def _waits_for_another(self, plan: StepPlan, line: WaitingLine, sequence: Sequence, num_matched: int) -> bool:
         """Whether ``sequence`` waits for another that computes what it needs next. The other is then planned in its

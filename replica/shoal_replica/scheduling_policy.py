@@ -27,8 +27,13 @@ def rank(sequence: Sequence, policy: str) -> Rank:
 
 
 def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:
-    """Preempted sequences first, because their clients already have tokens; then by rank."""
-    return sorted(waiting, key=lambda s: (s.status is not SequenceStatus.PREEMPTED, rank(s, policy)))
+    """Of each priority preempted sequences first, because their clients already have tokens; then by rank."""
+
+    def place(sequence: Sequence) -> tuple[int, bool, Rank]:
+        its = rank(sequence, policy)
+        return its[0], sequence.status is not SequenceStatus.PREEMPTED, its
+
+    return sorted(waiting, key=place)
 
 
 def by_progress(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

@@ -19,6 +19,7 @@ class WaitingQueue:
         self._held: dict[int, Sequence] = {}  # by seq_id
         self._is_sorted = True
         self._num_to_compute: dict[int, int] = {}  # by seq_id
+        self._preempted: set[int] = set()  # their seq_ids
         self.num_tokens = 0  # to compute for all of them, minus what they are expected to find cached
 
     def __len__(self) -> int:
@@ -42,10 +43,9 @@ class WaitingQueue:
         return self._held.values()
 
     @property
-    def has_preempted(self) -> bool:
-        """Whether any of them has run before and was preempted."""
-        first = next(iter(self), None)
-        return first is not None and first.status is SequenceStatus.PREEMPTED
+    def preempted(self) -> Sequence | None:
+        """The first in order that has run before and was preempted, if any was."""
+        return next((s for s in self if s.seq_id in self._preempted), None) if self._preempted else None
 
     def push(self, sequence: Sequence, num_cached_tokens: int = 0, is_held: bool = False) -> None:
         """Add a sequence that is expected to find ``num_cached_tokens`` tokens cached when its turn comes."""
@@ -54,6 +54,8 @@ class WaitingQueue:
         else:
             self._sequences.append(sequence)
             self._is_sorted = False
+            if sequence.status is SequenceStatus.PREEMPTED:
+                self._preempted.add(sequence.seq_id)
         self._num_to_compute[sequence.seq_id] = max(1, sequence.num_tokens - num_cached_tokens)
         self.num_tokens += self._num_to_compute[sequence.seq_id]
 
@@ -61,11 +63,13 @@ class WaitingQueue:
         """Remove ``sequences``, none of them held; the others keep their order."""
         taken = {s.seq_id for s in sequences}
         self._sequences = [s for s in self._sequences if s.seq_id not in taken]
+        self._preempted -= taken
         self.num_tokens -= sum(self._num_to_compute.pop(seq_id) for seq_id in taken)
 
     def remove(self, sequence: Sequence) -> None:
         if self._held.pop(sequence.seq_id, None) is None:
             self._sequences.remove(sequence)
+            self._preempted.discard(sequence.seq_id)
         self.num_tokens -= self._num_to_compute.pop(sequence.seq_id)
 
     def check_invariants(self) -> None:
@@ -73,3 +77,4 @@ class WaitingQueue:
         assert self._num_to_compute.keys() == {s.seq_id for s in (*self._sequences, *self._held.values())}
         assert len(self._num_to_compute) == self.num_all
         assert self.num_tokens == sum(self._num_to_compute.values())
+        assert self._preempted == {s.seq_id for s in self._sequences if s.status is SequenceStatus.PREEMPTED}

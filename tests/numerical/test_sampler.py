@@ -265,3 +265,11 @@ def test_a_sequence_that_comes_back_under_a_number_has_its_own_choice() -> None:
         row = make_row(SamplingParams(temperature=0.0, allowed_token_ids=(token_id,)), seq_id=3)
         assert [sampler.sample(LOGITS[None], [row])[0].token_id for _ in range(2)] == [token_id] * 2
         sampler.forget(3)
+
+
+def test_rows_that_take_long_count_as_progress() -> None:
+    """Else ranks whose step compiles many forms are taken for hung."""
+    sampler = Sampler()
+    rows = [make_row(SamplingParams(repetition_penalty=1.2), seq_id=seq_id) for seq_id in range(3)]
+    sampler.sample(torch.zeros(3, 8), rows)
+    assert sampler.num_changed == 3

@@ -475,6 +475,7 @@ class TestEngineConfigs:
             (lambda: CacheConfig(num_blocks=True), "num_blocks: got True"),
             (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs: got 0"),
             (lambda: SchedulerConfig(max_num_waiting=0), "max_num_waiting: got 0"),
+            (lambda: SchedulerConfig(max_num_batched_tokens=512.0), "max_num_batched_tokens: got 512.0"),  # type: ignore[arg-type]
             (
                 lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8),
                 "max_num_batched_tokens: got 8; must be at least max_num_seqs (9)",

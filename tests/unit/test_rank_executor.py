@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -88,6 +89,21 @@ def test_steps_reach_all_ranks_and_one_answers() -> None:
     assert generate(executor, *requests) == expected
     executor.check_health()
     executor.close()
+    executor.close()
+
+
+def test_an_interrupted_step_leaves_no_answer_for_the_next() -> None:
+    """As Ctrl-C interrupts ``LLM.generate``: the step's number comes again."""
+    executor = start()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.execute(first_step(LINGER))
+    timer.join()
+    new = NewSequence(1, (7, 5), 2, 0, (1,), SamplingParams(), 0)
+    again = SchedulerOutput(1, (ScheduledSequence(1, 0, 2, True),), (new,), dropped_seq_ids=(0,))
+    assert [token.seq_id for token in executor.execute(again).sampled] == [1]
+    executor.check_health()
     executor.close()
 
 
@@ -266,3 +282,11 @@ def _raises(call: Callable[[], None]) -> bool:
     except EngineDead:
         return True
     return False
+
+
+def test_too_few_visible_devices_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    ranks = LocalRanks(ParallelConfig(device="npu", tensor_parallel_size=2))
+    assert ranks._environment(0)["ASCEND_RT_VISIBLE_DEVICES"] == "3"
+    with pytest.raises(ConfigError, match="ASCEND_RT_VISIBLE_DEVICES: got '3'; must name 2 devices"):
+        ranks._environment(1)

@@ -174,3 +174,17 @@ def test_questions() -> None:
 def test_crosses_processes() -> None:
     params = SamplingParams(n=3, stop=("x",), seed=7)
     assert pickle.loads(pickle.dumps(params)) == params
+
+
+@pytest.mark.parametrize("max_tokens", [None, 4096, 10**6])
+def test_a_prompt_is_cut_to_leave_room_only_for_tokens_that_can_come(max_tokens: int | None) -> None:
+    params = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1)
+    assert params.truncate(tuple(range(100)), 4096) == tuple(range(100))
+    assert len(params.truncate(tuple(range(5000)), 4096)) == 4095
+    assert len(SamplingParams(max_tokens=4000, truncate_prompt_tokens=-1).truncate(tuple(range(100)), 4096)) == 96
+
+
+def test_so_many_tokens_may_end_an_answer_and_no_more() -> None:
+    assert SamplingParams(stop_token_ids=tuple(range(1024))).stop_token_ids
+    with pytest.raises(InvalidArgument, match="stop_token_ids: got '1025 ids'; must be at most 1024"):
+        SamplingParams(stop_token_ids=tuple(range(1025)))

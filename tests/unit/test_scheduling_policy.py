@@ -43,3 +43,24 @@ def test_a_clusters_replicas_go_by_priority_then_date_then_arrival() -> None:
     first = make_request("first", arrival_s=5.0, priority=-1)
     assert order(*undated, policy=policy) == order(*undated, policy="fcfs") == ["a", "b", "c"]
     assert order(*undated, late, soon, first, policy=policy) == ["first", "soon", "late", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(("policy", "is_urgent"), [("priority", True), ("deadline", True), ("fcfs", False)])
+def test_what_is_more_urgent_does_not_wait_for_what_was_preempted(policy: str, is_urgent: bool) -> None:
+    scheduler, executor = make_scheduler(num_blocks=24, block_size=4, max_num_seqs=8, policy=policy, max_model_len=96)
+    scheduler.add(make_request("grows", range(1000, 1010), max_tokens=80, arrival_s=0.0, due_s=1.0))
+    scheduler.add(make_request("batch", range(2000, 2060), max_tokens=36, priority=9, arrival_s=1.0, due_s=900.0))
+    first: dict[str, int] = {}
+    for step in range(200):
+        if step == 20:
+            assert scheduler.totals.num_preemptions == 1
+            scheduler.add(make_request("urgent", range(3000, 3004), max_tokens=2, arrival_s=2.0, due_s=2.0))
+            scheduler.add(make_request("like it", range(4000, 4004), priority=9, max_tokens=2, arrival_s=3.0))
+        if (output := scheduler.schedule(float(step))) is None:
+            break
+        for delta in scheduler.update(output, executor.execute(output)):
+            first.setdefault(delta.request_id, step)
+        scheduler.check_invariants()
+    assert first.keys() == {"grows", "batch", "urgent", "like it"}
+    assert (first["urgent"] == 20) == is_urgent
+    assert first["like it"] >= 80, "it waits until what was preempted is back"

@@ -64,7 +64,7 @@ class ModelRunner:
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._grammars = Grammars(model_config)
-        self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars", daemon=True)
+        self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars")  # joined at exit
         self._sampler = Sampler(self._decoder.row_operators, self._grammars, model_config.eos_token_ids)
         self._step_sampler = StepSampler(self._sequences, self._sampler, model_config.eos_token_ids)
         self._forward_s = 0.0  # of the last step
@@ -75,7 +75,7 @@ class ModelRunner:
     @property
     def progress(self) -> int:
         """A number that changes as a step progresses. Another thread may read it, until ``close``."""
-        return self._decoder.progress
+        return self._decoder.progress + self._sampler.num_changed
 
     def load(self, adapter: AdapterConfig) -> None:
         """Let sequences use an adapter. Raises ConfigError, and then nothing has changed."""

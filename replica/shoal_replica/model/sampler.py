@@ -82,6 +82,7 @@ class Sampler:
         self._matchers: dict[int, Matcher] = {}
         self._counts: dict[int, TokenCounts] = {}
         self._choices: dict[int, TokenChoice] = {}
+        self.num_changed = 0  # rows: forms may take long to compile, and many come together
 
     def forget(self, seq_id: int) -> None:
         """Drop what is known of a sequence; it is counted and matched anew if it comes back."""
@@ -135,6 +136,7 @@ class Sampler:
         it, although the answer is not complete.
         """
         params = row.params
+        self.num_changed += 1
         if params.has_penalties:
             self._penalise(logits, row)
         if params.logit_bias:

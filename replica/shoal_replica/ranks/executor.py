@@ -7,6 +7,7 @@ import secrets
 import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
 
@@ -76,8 +77,16 @@ class RankExecutor:
             EngineDead: a rank failed, now or earlier; the message names it. All ranks have been ended.
         """
         self._raise_failure()
-        data = frame(Step(output, self._sampled))
         started = monotonic()
+        self._send(Step(output, self._sampled))
+        try:
+            return self._result(output.step, started)
+        except KeyboardInterrupt:
+            self._result(output.step, started)  # its answer must not be taken for the next step's
+            raise
+
+    def _send(self, step: Step) -> None:
+        data = frame(step)
         for rank, link in enumerate(self._links):
             try:
                 link.send(data)
@@ -85,14 +94,21 @@ class RankExecutor:
                 self._fail(rank, f"hangs: has not read its step for {self._timeout_s:g} s")
             except OSError:
                 continue  # it is gone: what it sent before is read below
+            except KeyboardInterrupt:  # some ranks have the step, and this one perhaps a part of it
+                with suppress(EngineDead):
+                    self._fail(rank, "was being sent a step when this process was interrupted")
+                raise
+
+    def _result(self, step: int, started: float) -> StepResult:
+        """Wait until the ranks have run a step that they were sent at ``started``."""
         while True:
             for rank, message in self._poll(self._until_overdue_s(started)):
-                if isinstance(message, Done) and message.step == output.step:
+                if isinstance(message, Done) and message.step == step:
                     self._sampled = tuple((token.seq_id, token.token_id) for token in message.result.sampled)
                     return message.result
                 self._fail(rank, f"sent an unexpected {type(message).__name__}")
             self._check_silence()
-            self._check_progress(output.step, started)
+            self._check_progress(step, started)
 
     def load(self, adapter: AdapterConfig) -> None:
         """Load an adapter on all ranks, or on none. Raises ConfigError, and EngineDead as ``execute`` does."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from shoal_replica.config import ParallelConfig
+from shoal_replica.errors import ConfigError
 from shoal_replica.ranks.channel import RankAddress
 
 LOOPBACK = "127.0.0.1"
@@ -76,6 +77,9 @@ class LocalRanks:
         if variable is not None:
             visible = os.environ.get(variable)
             devices = visible.split(",") if visible else [str(i) for i in range(self._parallel.num_ranks)]
+            if rank >= len(devices):
+                limit = f"must name {self._parallel.num_ranks} devices, one for each rank"
+                raise ConfigError(f"{variable}: got {visible!r}; {limit}")
             environment[variable] = devices[rank]
         return environment
 

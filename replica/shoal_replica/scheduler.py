@@ -23,7 +23,7 @@ from shoal_replica.preemption import Preemption
 from shoal_replica.prefill_pace import UNKNOWN_PACE, Pace
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import FinishReason, Request, Sequence, SequenceStatus, TokenDelta
-from shoal_replica.scheduling_policy import by_progress, insert, rank
+from shoal_replica.scheduling_policy import by_progress, insert, rank, waits_behind
 from shoal_replica.shared_prefix import expected_cached_tokens, find_ahead, take_over
 from shoal_replica.speculation import Speculation
 from shoal_replica.stats import ReplicaStats, Totals
@@ -263,7 +263,7 @@ class Scheduler:
             sequence = line.first
             if before is not None and rank(before, self.config.policy) < rank(sequence, self.config.policy):
                 break
-            if preempted is not None and plan.num_sequences and self._waits_behind(sequence, preempted):
+            if plan.num_sequences and waits_behind(sequence, preempted, self.config.policy):
                 break  # blocks are short: start no new sequence until the preempted ones are back
             num_slots = sequence.request.sampling_params.beam_width
             if num_slots > room and plan.share(sequence):  # one that gets no tokens keeps no others waiting
@@ -291,11 +291,6 @@ class Scheduler:
             self._waiting.take(admitted)
             self._running.extend(admitted)
             self._running.sort(key=lambda s: rank(s, self.config.policy))
-
-    def _waits_behind(self, sequence: Sequence, preempted: Sequence) -> bool:
-        """Whether a sequence that has not run is no more urgent than one that was preempted."""
-        is_new, policy = sequence.status is SequenceStatus.WAITING, self.config.policy
-        return is_new and rank(preempted, policy)[0] <= rank(sequence, policy)[0]
 
     def _waits_for_another(self, plan: StepPlan, line: WaitingLine, sequence: Sequence, num_matched: int) -> bool:
         """Whether ``sequence`` waits for another that computes what it needs next. The other is then planned in its

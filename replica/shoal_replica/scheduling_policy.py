@@ -36,6 +36,13 @@ def order_waiting(waiting: Iterable[Sequence], policy: str) -> list[Sequence]:
     return sorted(waiting, key=place)
 
 
+def waits_behind(sequence: Sequence, preempted: Sequence | None, policy: str) -> bool:
+    """Whether a sequence that has not run is no more urgent than one that was preempted."""
+    if preempted is None or sequence.status is not SequenceStatus.WAITING:
+        return False
+    return rank(preempted, policy)[0] <= rank(sequence, policy)[0]
+
+
 def by_progress(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
     """Running sequences that still have a prompt to compute, and those that decode. A plain loop for speed."""
     behind: list[Sequence] = []

@@ -113,7 +113,7 @@ def test_prompts_are_cut_at_their_beginning(tiny):
         limit = llm.config.model.max_model_len
         for asked, max_tokens, count in (
             (5, 1, 5), (limit - 1, 1, limit - 1),
-            (-1, 1, limit - 1), (-1, 50, limit - 50), (-1, None, limit - 1), (-1, 999, 1),
+            (-1, 1, limit - 1), (-1, 50, limit - 50), (-1, None, limit - 1), (-1, 999, limit - 1),
         ):  # fmt: skip
             params = replace(GREEDY, max_tokens=max_tokens)
             (output,) = llm.generate([prompt], replace(params, truncate_prompt_tokens=asked))

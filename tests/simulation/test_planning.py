@@ -206,6 +206,25 @@ def test_a_benchmark_without_steps_is_named(tmp_path: Path, text: str) -> None:
         fit_step_time(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seconds": [-1]}, "seconds: got -1; must be above 0"),
+        ({"seconds": [float("nan")]}, "seconds: got nan; must be above 0"),
+        ({"num_new_tokens": 0}, "num_new_tokens: got 0; must be at least 1"),
+        ({"num_computed_tokens": -5}, "num_computed_tokens: got -5; must be at least 0"),
+        ({"num_new_tokens": 10**400}, "OverflowError"),
+    ],
+)
+def test_steps_that_cannot_be_are_named(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    prefill = [{"num_new_tokens": n, "num_computed_tokens": 0, "seconds": [n / 1000]} for n in (64, 128, 256)]
+    decode = [{"num_seqs": n, "context": 100, "seconds": [0.01 + n / 1000]} for n in (1, 2, 4)]
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"steps": {"prefill": [*prefill, prefill[0] | change], "decode": decode}}))
+    with pytest.raises(ConfigError, match=rf"^model_from: bench\.json holds no steps \(.*{says}"):
+        fit_step_time(path)
+
+
 @pytest.mark.parametrize("share_guessed", [0.0, 0.25])
 def test_step_times_are_found_again_from_what_replicas_tell(share_guessed: float) -> None:
     """Where every fourth token was guessed, there are three steps for four of a sequence's tokens."""

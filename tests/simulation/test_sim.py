@@ -15,16 +15,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.admission import AdmissionLimits, keep
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.objective import PrefillTime
+from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.capacity import carries, find_capacity
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.event_loop import EventLoop
+from shoal_cluster.sim.faults import Crash
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.report import Distribution
 from shoal_cluster.sim.run import report, simulate
@@ -140,6 +142,21 @@ def test_overload_is_shed_and_counts_against_goodput() -> None:
     assert report.num_shed > 0
     assert report.num_finished + report.num_shed == 300
     assert report.goodput <= report.num_finished / 300
+
+
+def test_no_more_is_held_than_gateways_hold_while_no_replica_takes_requests() -> None:
+    limits = AdmissionLimits(max_waiting_tokens=4096)
+    held = replace(CONFIG, routing="predicted_ttft", hold=HoldConfig(), num_replicas=1, limits=limits)
+    cluster = SimCluster(replace(held, faults=(Crash("replica-0000", 0.0, 60.0),)))
+    for request in chats(requests_per_s=100):
+        cluster.arrive(request)
+    cluster.loop.run_until(30.0)
+    gateway = cluster.gateways[0]
+    assert gateway.queue is not None
+    assert (last := gateway.queue.last()) is not None
+    candidates, num_others = gateway.view.candidates((), 30.0), len(gateway.queue) - 1
+    assert keep(last.query, candidates, limits, gateway.queue.num_tokens, num_others).admitted
+    assert sum(outcome.refusal is not None for outcome in cluster.book.outcomes.values()) > 200
 
 
 def test_a_request_no_pool_can_hold_is_refused() -> None:
@@ -368,6 +385,8 @@ def test_the_command_scales_sheds_and_takes_prices(rush: Path) -> None:
     assert plain["replica_s"] == pytest.approx(plain["duration_s"])
     assert told("--shed-late")["num_shed"] > plain["num_shed"] == 0
     assert told("--prefill-price", "1", "--decode-price", "0")["num_finished"] == 400
+    with pytest.raises(ConfigError, match="shed_late: got it without hold"):
+        told("--shed-late", "--routing", "round_robin")
     with pytest.raises(ConfigError, match="startup: got it without scale"):
         told("--startup", "5")
     for price in ("prefill_price", "decode_price"):

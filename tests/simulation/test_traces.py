@@ -29,8 +29,8 @@ def written(path: Path, rows: Iterable[dict[str, object]]) -> Path:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"timestamp": float("nan")}, "timestamp: got nan; must be finite"),
-        ({"timestamp": float("inf")}, "timestamp: got inf; must be finite"),
+        ({"timestamp": float("nan")}, "timestamp: got nan; must be a finite number"),
+        ({"timestamp": float("inf")}, "timestamp: got inf; must be a finite number"),
         ({"timestamp": 10**400}, "OverflowError"),
         ({"input_length": 0, "hash_ids": []}, f"input_length: got 0; must be 1 to {MAX_TOKENS}"),
         ({"input_length": MAX_TOKENS + 1}, f"input_length: got {MAX_TOKENS + 1}; must be"),
@@ -39,7 +39,11 @@ def written(path: Path, rows: Iterable[dict[str, object]]) -> Path:
         ({"hash_ids": "ab"}, "hash_ids: got 'ab'; must be a list"),
         ({"output_length": -1}, "output_length: got -1; must be 0 to"),
         ({"output_length": float("inf")}, "OverflowError"),
-        ({"hash_ids": [[0], [1]]}, "TypeError"),
+        ({"hash_ids": [[0], [1]]}, r"hash_ids: got \[0\]; must be numbers or strings"),
+        ({"hash_ids": [float("nan"), 1]}, "hash_ids: got nan; must be numbers or strings"),
+        ({"timestamp": "1"}, "timestamp: got '1'; must be a finite number"),
+        ({"timestamp": True}, "timestamp: got True; must be a finite number"),
+        ({"output_length": None}, "output_length: got None; must be a whole number"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said(tmp_path: Path, change: dict[str, object], says: str) -> None:
@@ -179,3 +183,18 @@ def test_who_comes_while_the_last_replica_drains_is_held_for_the_next(tmp_path: 
         found = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
         shed.append(json.loads(found.stdout)["num_shed"])
     assert shed == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (["2024-05-10 00:00:00.0,5.0,7"], "ContextTokens: got '5.0'; must be a whole number"),
+        (["2024-05-10 00:00:00.0,5"], "GeneratedTokens: got None; must be a whole number"),
+        (["yesterday,5,7"], "TIMESTAMP: got 'yesterday'"),
+        (["2024-05-10 00:00:00,5,7", "2024-05-10 00:00:00+00:00,5,7"], "TIMESTAMP: got '2024-05-10 00:00:00.00:00'"),
+    ],
+)
+def test_what_is_wrong_with_a_row_of_azures_is_said(tmp_path: Path, rows: list[str], says: str) -> None:
+    (path := tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    with pytest.raises(ConfigError, match=rf"^trace: trace\.csv: request {len(rows)} is not of .*{says}"):
+        read_trace(path, "azure")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import typer
@@ -130,3 +131,45 @@ def test_the_command_names_a_rate_and_refuses_it_beside_a_shared_pool(tmp_path: 
         CliRunner().invoke(
             app, ["--trace", str(trace), "--transfer-rate", "2e5", "--shared-pool"], catch_exceptions=False
         )
+
+
+def test_a_giver_goes_on_with_its_own_once_its_blocks_are_free() -> None:
+    """Its pool is full of what another takes over: nothing else would wake it."""
+    config = replace(
+        HELD,
+        num_replicas=2,
+        cache=CacheConfig(num_blocks=4, block_size=512, enable_partial_reuse=False),
+        transfer_s=512 / 500,
+        prefill_share=0.5,
+    )
+    lengths = ((0.0, (512, 512, 512, 114), 3), (0.32, (512, 107), 1), (0.394, (512, 512, 512, 24), 1))
+    requests = [
+        SimRequest(f"request-{n}", arrival_s, tuple((10 * n + i, count) for i, count in enumerate(counts)), num_output)
+        for n, (arrival_s, counts, num_output) in enumerate(lengths)
+    ]
+    cluster = SimCluster(config)
+    for request in requests:
+        cluster.arrive(request)
+    cluster.loop.run_until(60.0)
+    assert cluster.book.num_open == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_pools_that_give_blocks_away_come_to_an_end(seed: int) -> None:
+    rng = Random(seed)
+    config = replace(
+        HELD,
+        num_replicas=rng.randint(2, 4),
+        cache=CacheConfig(num_blocks=rng.randint(4, 20), block_size=64, enable_partial_reuse=False),
+        transfer_s=rng.choice((0.001, 0.05, 0.5)),
+        prefill_share=rng.choice((0.0, 0.5)),
+        seed=seed,
+    )
+    cluster, num_tokens = SimCluster(config), 64 * (config.cache.num_blocks - 2)
+    for number in range(60):
+        own = (1000 + number, rng.randint(1, num_tokens // 2))
+        runs = ((rng.randrange(4), 64 * (num_tokens // 128)), own)
+        cluster.arrive(SimRequest(f"request-{number}", number * 0.05, runs, rng.randint(1, 20)))
+    cluster.loop.run_until(2000.0)
+    assert cluster.book.num_open == 0
+    check_conservation(cluster)

@@ -51,7 +51,7 @@ def busy(replica_id: str, num_running: int = 0, num_waiting: int = 0) -> Replica
 def test_round_robin_takes_each_in_turn_and_skips_the_drained() -> None:
     rows = [make_row("a"), make_row("b", stats=make_stats(draining=True)), make_row("c")]
     first = [ranked("round_robin", *rows, turn=turn)[0] for turn in range(6)]
-    assert first == ["a", "c", "c", "a", "c", "c"]
+    assert first == ["a", "c", "a", "c", "a", "c"], "the one after it has no more than its turn"
 
 
 def test_counting_rules_know_only_their_own_signal() -> None:
@@ -122,11 +122,11 @@ def test_llmd_counts_the_queue_between_longest_and_shortest() -> None:
 
 
 def test_dynamo_adds_blocks_to_prefill_and_blocks_that_decode() -> None:
-    cached = make_row("cached", num_matched_blocks=6, stats=make_stats(num_free_blocks=95))
+    """Of ten blocks six are cached there, which are neither computed nor added."""
     idle = make_row("idle", stats=make_stats(num_free_blocks=100))
-    assert best("dynamo_linear", cached, idle) == "cached"
-    full = make_row("cached", num_matched_blocks=6, stats=make_stats(num_free_blocks=93))
-    assert best("dynamo_linear", full, idle) == "idle"
+    for num_held, expected in ((11, "cached"), (13, "idle")):
+        cached = make_row("cached", num_matched_blocks=6, stats=make_stats(num_free_blocks=100 - num_held))
+        assert best("dynamo_linear", cached, idle) == expected
 
 
 def test_memory_forgets_a_replica_that_left() -> None:

@@ -95,6 +95,17 @@ def test_a_newcomer_is_considered_behind_any_number_of_particular_requests(num_b
     assert newcomer in [held for held, _ in order.to_consider()]
 
 
+def test_requests_that_must_not_go_elsewhere_are_considered_behind_those_that_must_not_go_here() -> None:
+    order = HeldOrder(FairShares(), NUM_CONSIDERED, LATER_S)
+    order.tell_apart(100)
+    for due in range(2 * NUM_CONSIDERED):
+        query = make_query(10, excluded=frozenset({"idle"}))
+        order.put(Held(PendingRequest(query=query, arrival_s=0.0), due_s=float(due)))
+    other = Held(PendingRequest(query=make_query(10, excluded=frozenset({"busy"})), arrival_s=0.0), due_s=99.0)
+    order.put(other)
+    assert other in [held for held, _ in order.to_consider()]
+
+
 def test_all_dates_change_at_once() -> None:
     rng, shares = Random(0), FairShares()
     order, moved = HeldOrder(shares, NUM_CONSIDERED, LATER_S), HeldOrder(shares, NUM_CONSIDERED, LATER_S)

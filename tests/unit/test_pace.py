@@ -39,6 +39,14 @@ def test_it_is_the_mean_of_those_that_measured_and_alone_the_least_there_was(con
     assert pace.alone.tokens_per_s == pytest.approx(500.0)
 
 
+def test_the_pace_of_who_has_left_counts_no_more() -> None:
+    pace = Pace(CONFIGURED)
+    pace.look(replicas(0.01, 0.001), 0.0)
+    assert pace.alone.tokens_per_s == pytest.approx(1000.0)
+    assert pace.look(replicas(0.02), PACE_AGE_S)
+    assert pace.alone.tokens_per_s == pytest.approx(100.0), "as the one that is left has measured before"
+
+
 def test_a_little_faster_or_slower_is_no_other_pace_until_it_adds_up() -> None:
     pace = Pace(CONFIGURED)
     assert pace.look(replicas(0.1), 0.0)

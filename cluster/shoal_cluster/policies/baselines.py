@@ -63,7 +63,9 @@ def score(routing: Routing, query: RouteQuery, candidates: Candidates, rng: Rand
     """Each replica's score by a rule other than ours; the names of the terms tell which of its branches was taken."""
     match routing:
         case "round_robin":
-            return sum_of(turns_until=(np.arange(len(candidates)) - memory.turn) % max(1, len(candidates)))
+            eligible = is_eligible(query, candidates)
+            place = np.cumsum(eligible) - 1  # among those whose turn it can be
+            return sum_of(turns_until=(place - memory.turn) % max(1, int(np.count_nonzero(eligible))))
         case "power_of_two":
             return power_of_two(query, candidates, rng)
         case "least_requests":
@@ -149,7 +151,8 @@ def ray_prefix_affinity(
 def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recollection) -> Scores:
     """SGLang router's ``cache_aware`` policy with the defaults of its command line: the shortest queue if the longest
     exceeds it by more than 64 requests and by more than half; else the longest match with what was sent before, if it
-    is more than 30 % of the prompt; else the smallest tree.
+    is more than 30 % of the prompt; else the smallest tree. (So until December 2025; since then a prompt without such a
+    match goes to the shortest queue, which places worse on the traces here.)
     """
     load = num_requests(candidates)
     loads = load[is_eligible(query, candidates)]
@@ -176,13 +179,14 @@ def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
 
 def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
     """Dynamo's KV router: prefill_load_scale x max(0, active prefill blocks + the prompt's - credit x overlap) + decode
-    blocks; scale and credit are 1 by default, the temperature is 0; lowest wins.
+    blocks, those that the request adds included; scale and credit are 1 by default, the temperature is 0; lowest wins.
     """
     told = candidates.told
     active = told["num_waiting_tokens"] + candidates.num_reserved_tokens
     raw = (active + query.num_prompt_tokens) / query.block_size
     adjusted = np.maximum(0.0, raw - DYNAMO_OVERLAP_CREDIT * candidates.num_matched_blocks)
     decode = told["num_total_blocks"] - told["num_free_blocks"] + candidates.num_reserved_blocks
+    decode = decode + np.maximum(0, query.num_blocks_needed - candidates.num_matched_blocks)
     return sum_of(prefill=DYNAMO_PREFILL_LOAD_SCALE * adjusted, decode=decode)
 
 

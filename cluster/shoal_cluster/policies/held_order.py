@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import accumulate, islice
 
+from shoal_cluster.policies.columns import Phase
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.wishes import Rank
@@ -22,7 +23,8 @@ class HeldOrder:
     by a queue, whose requests these are. Ties go by arrival at this gateway.
 
     A look considers the first ``num_considered`` requests, and for each of them that is particular (only some replicas
-    may take it) one more that is not: particular requests must not keep others from the remaining replicas.
+    may take it) one more that is not, or is so in another way: particular requests must not keep others from the
+    remaining replicas.
 
     Args:
         later_s: how much later a heavy tenant's requests are due at a replica, so that other tenants' go before them,
@@ -187,11 +189,11 @@ class HeldOrder:
         urgent = [held for _, _, held in self._ranked[:size]]
         num_more = sum(held.is_particular for held in urgent) if self._num_particular else 0
         if num_more:
-            phases = {held.pending.query.phase for held in urgent if held.is_particular}
+            limits = {_limits(held) for held in urgent if held.is_particular}
             others = (
                 held
                 for _, _, held in islice(self._ranked, size, None)
-                if not held.is_particular or held.pending.query.phase not in phases
+                if not held.is_particular or _limits(held) not in limits
             )
             urgent += islice(others, num_more)
         self._last_considered = math.inf if num_more else size
@@ -220,3 +222,9 @@ class HeldOrder:
     def _sort(self, ranked: list[Entry]) -> None:
         self._ranked = sorted(ranked)
         self._tokens = [held.num_new_tokens for _, _, held in self._ranked]
+
+
+def _limits(held: Held) -> tuple[Phase, frozenset[str]]:
+    """Which replicas must not take it, apart from its size."""
+    query = held.pending.query
+    return query.phase, query.excluded

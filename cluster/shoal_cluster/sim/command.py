@@ -150,6 +150,8 @@ def sim(
         raise ConfigError("host_rate: got it without host_blocks; nothing moves")
     if host_blocks and shared_pool:
         raise ConfigError("host_blocks: got it with shared_pool, the ceiling of what fits the devices")
+    if transfer_rate == math.inf:
+        raise ConfigError(f"transfer_rate: got {transfer_rate!r}; must be finite")
     if transfer_rate is not None and shared_pool:
         raise ConfigError("transfer_rate: got it with shared_pool, whose transfers are free")
     if prefill_share and transfer_rate is None:
@@ -164,6 +166,8 @@ def sim(
     given = {name: price for name, price in prices.items() if price is not None}
     if given and rule != "predicted_ttft":
         raise ConfigError(f"{min(given)}: got it with routing {rule!r}; only predicted_ttft has prices")
+    if shed_late and not is_held:
+        raise ConfigError("shed_late: got it without hold; only what is held at the gateway is looked at again")
     policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +33,15 @@ def fit_step_time(path: Path) -> StepTime:
         raise NotFound(f"model_from: no file {str(path)!r}")
     try:
         steps: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["steps"]
-        prefill = [(p["num_new_tokens"], p["num_computed_tokens"], _median(p)) for p in steps["prefill"]]
-        decode = [(d["num_seqs"], d["context"], _median(d)) for d in steps["decode"]]
+        prefill = [
+            (_number(p, "num_new_tokens", 1), _number(p, "num_computed_tokens", 0), _median(p))
+            for p in steps["prefill"]
+        ]
+        decode = [(_number(d, "num_seqs", 1), _number(d, "context", 0), _median(d)) for d in steps["decode"]]
         return _fit(prefill, decode)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except OSError as error:
+        raise ConfigError(f"model_from: {path.name} cannot be read ({error.strerror})") from None
+    except (ArithmeticError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(f"model_from: {path.name} holds no steps ({error!r}); expected {FORMAT}") from None
 
 
@@ -88,11 +94,22 @@ def _num_computed(stats: ReplicaStats) -> int:
     return stats.num_prompt_tokens - stats.num_cached_tokens - stats.num_waiting_tokens
 
 
+def _number(step: dict[str, Any], name: str, least: float) -> float:
+    """Raises ValueError unless it is a finite number of at least ``least``."""
+    number = float(step[name])
+    if not least <= number < math.inf:
+        raise ValueError(f"{name}: got {number:g}; must be at least {least:g}")
+    return number
+
+
 def _median(step: dict[str, Any]) -> float:
-    return float(statistics.median(step["seconds"]))
+    seconds = float(statistics.median(step["seconds"]))
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds: got {seconds:g}; must be above 0")
+    return seconds
 
 
-def _fit(prefill: list[tuple[int, int, float]], decode: list[tuple[int, float, float]]) -> StepTime:
+def _fit(prefill: list[tuple[float, float, float]], decode: list[tuple[float, float, float]]) -> StepTime:
     new, computed, prefill_s = np.array(prefill, np.float64).T
     base_s, token_s, pair_s = _least_squares([np.ones_like(new), new, new * computed + new * (new + 1) / 2], prefill_s)
     num_seqs, context, step_s = np.array(decode, np.float64).T

@@ -96,15 +96,14 @@ class SimGateway:
             if request.request_id not in self.queue:
                 return
             if not self.view.present(now).has_open():
+                self._push_out(self.queue)
                 self._look_whether_late(request.request_id, query)
                 return
         candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
         num_before = (0, 0) if self.queue is None else self.queue.before(request.request_id)
         admission = admit(query, candidates, config.limits, *(config.num_gateways * count for count in num_before))
         if not admission.admitted:
-            self._book.refuse(request.request_id, admission.reason)
-            if self.queue is not None:
-                self.queue.remove(request.request_id)
+            self._refuse(request.request_id, admission.reason)
         elif self.queue is None:
             self._place(query, candidates)
         else:
@@ -114,13 +113,15 @@ class SimGateway:
     def _push_out(self, queue: PendingQueue) -> None:
         """Refuse the last request in order if more is held than may be; see ``AdmissionDesk.overflow``."""
         num_gateways, num_others, limits = self._config.num_gateways, len(queue) - 1, self._config.limits
-        if num_gateways * num_others < limits.max_waiting_requests or (last := queue.last()) is None:
+        is_small = num_gateways * num_others < limits.max_waiting_requests
+        if not num_others or (is_small and queue.num_tokens <= limits.max_waiting_tokens):
+            return
+        if (last := queue.last()) is None:
             return
         candidates = self.view.candidates((), self._loop.now)
         admission = keep(last.query, candidates, limits, num_gateways * queue.num_tokens, num_gateways * num_others)
         if not admission.admitted:
-            queue.remove(last.query.request_id)
-            self._book.refuse(last.query.request_id, admission.reason)
+            self._refuse(last.query.request_id, admission.reason)
 
     def _look_whether_late(self, request_id: str, query: RouteQuery) -> None:
         """Refuse a held request once it can no longer meet its objective, if the limits have one; until then, check
@@ -136,8 +137,14 @@ class SimGateway:
             left_s = -lateness_s(query, candidates, limits, waited_s)
             self._loop.after(min(left_s, LOOK_S) + MIN_WAKE_S, partial(self._look_whether_late, request_id, query))
         else:
+            self._refuse(request_id, admission.reason)
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        """A request ends here, held or not."""
+        if self.queue is not None:
             self.queue.remove(request_id)
-            self._book.refuse(request_id, admission.reason)
+        self._phases.forget(request_id)
+        self._book.refuse(request_id, reason)
 
     def resume(self, request_id: str) -> None:
         """Continue a request elsewhere, after the tokens received so far: its replica cut it off or is gone."""
@@ -197,12 +204,12 @@ class SimGateway:
         candidates = self.view.candidates((), self._loop.now)
         for pending in tuple(self.queue or ()):
             if self.queue is not None and (reason := misfit(pending.query, candidates)):
-                self.queue.remove(pending.query.request_id)
-                self._book.refuse(pending.query.request_id, reason)
+                self._refuse(pending.query.request_id, reason)
 
     def lose(self, replica_id: str) -> None:
         """A replica is gone, and with it all prompts in flight there."""
         self.view.leave(replica_id)
+        self._memory.forget(replica_id)
         self._phases.roles.look(self._loop.now)
         self._credit.lose(replica_id)
 
@@ -296,7 +303,7 @@ class SimGateway:
             if self._send(query, replica_id, candidates):
                 self._memory.note(query, replica_id, with_blocks=config.routing in USE_SENT_BLOCKS)
                 return
-        self._book.refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
+        self._refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
 
     def _send(
         self,

@@ -178,16 +178,16 @@ class SimReplica:
             num_cached_blocks = len(request.block_hashes) - len(self.scheduler.kv.uncached(request.block_hashes))
             self._promised.append(promise)
             self._tell_promises(((request.request_id, num_cached_blocks),))
-        self._go_on()
+        self.go_on()
 
     def _release(self, request_id: str) -> None:
         """The blocks that a request has waited for are here, or will not come."""
         if not self._has_crashed:
             self.scheduler.release(request_id)
             self.tell(())
-            self._go_on()
+            self.go_on()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """There is something new to schedule, as soon as the running step has ended."""
         self._cut_stretch()
         if not self._is_stepping:

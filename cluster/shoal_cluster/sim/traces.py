@@ -44,7 +44,11 @@ def read_trace(path: Path, trace_format: TraceFormat, limit: int | None = None) 
         raise NotFound(f"trace: no file {str(path)!r}")
     parse = _PARSERS[trace_format]
     requests: list[SimRequest] = []
-    with _open(path) as lines:
+    try:
+        opened = _open(path)
+    except OSError as error:
+        raise ConfigError(f"trace: {path.name} cannot be read ({error.strerror})") from None
+    with opened as lines:
         try:
             for request in islice(parse(lines), limit):
                 requests.append(request)
@@ -78,17 +82,20 @@ def _open(path: Path) -> IO[str]:
 
 
 def _mooncake(lines: Iterable[str]) -> Iterator[SimRequest]:
-    number_of: dict[int | str, int] = {}  # ids may be hashes
+    number_of: dict[float | str, int] = {}  # ids may be hashes
     for number, line in enumerate(line for line in lines if not line.isspace()):
         row: dict[str, Any] = json.loads(line)
-        arrival_s = row["timestamp"] / 1000
-        if not math.isfinite(arrival_s):
-            raise ValueError(f"timestamp: got {row['timestamp']}; must be finite")
+        timestamp = row["timestamp"]
+        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
+            raise ValueError(f"timestamp: got {timestamp!r:.80}; must be a finite number of milliseconds")
+        arrival_s = timestamp / 1000
         left = _count(row, "input_length", least=1)
         runs = []
         if not isinstance(row["hash_ids"], list):
             raise ValueError(f"hash_ids: got {row['hash_ids']!r:.80}; must be a list")
         for hash_id in row["hash_ids"]:
+            if isinstance(hash_id, bool) or not isinstance(hash_id, int | float | str) or hash_id != hash_id:
+                raise ValueError(f"hash_ids: got {hash_id!r:.80}; must be numbers or strings")
             count = min(left, MOONCAKE_BLOCK_TOKENS)
             if count <= 0:
                 raise ValueError("more hash_ids than input_length has blocks")
@@ -102,10 +109,13 @@ def _mooncake(lines: Iterable[str]) -> Iterator[SimRequest]:
 def _azure(lines: Iterable[str]) -> Iterator[SimRequest]:
     start: datetime | None = None
     for number, row in enumerate(csv.DictReader(lines)):
-        time = datetime.fromisoformat(row["TIMESTAMP"])
-        start = start or time
+        try:
+            time = datetime.fromisoformat(row.get("TIMESTAMP") or "")
+            start = start or time
+            seconds = (time - start).total_seconds()
+        except (TypeError, ValueError) as error:  # with a time zone in one row, and none in another
+            raise ValueError(f"TIMESTAMP: got {row.get('TIMESTAMP')!r}; {error}") from None
         runs = ((FIRST_UNIQUE_TOKEN_ID + number, max(1, _count(row, "ContextTokens"))),)
-        seconds = (time - start).total_seconds()
         yield SimRequest(f"request-{number}", seconds, runs, max(1, _count(row, "GeneratedTokens")))
 
 
@@ -121,9 +131,13 @@ def _lengths(lines: Iterable[str]) -> Iterator[SimRequest]:
 
 def _count(row: Mapping[str, Any], name: str, least: int = 0) -> int:
     """The token count in ``row[name]``. Raises ValueError: not a whole number of at least ``least``, or too large."""
-    count = int(row[name])
-    if isinstance(row[name], bool) or (isinstance(row[name], float) and row[name] != count):
-        raise ValueError(f"{name}: got {row[name]}; must be a whole number")
+    told = row.get(name)
+    try:
+        count = int(told)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: got {told!r:.80}; must be a whole number") from None
+    if isinstance(told, bool) or (isinstance(told, float) and told != count):
+        raise ValueError(f"{name}: got {told}; must be a whole number")
     if not least <= count <= MAX_TOKENS:
         raise ValueError(f"{name}: got {count}; must be {least} to {MAX_TOKENS}")
     return count

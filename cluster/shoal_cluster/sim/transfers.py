@@ -20,6 +20,10 @@ class Side(Protocol):
     @property
     def scheduler(self) -> Scheduler: ...
 
+    def go_on(self) -> None:
+        """Blocks may have become free: start a step, if there is one to run and none runs."""
+        ...
+
 
 class Transfers:
     """How one replica takes blocks, as ``BlockFetcher`` does, in simulated time. Steps wait for none of it.
@@ -68,6 +72,8 @@ class Transfers:
                 giver.scheduler.totals.num_blocks_given += num_blocks
             here.close()
             there.close()
+            if self._replicas.get(offer.replica_id) is giver:
+                giver.go_on()  # its own requests may have waited for these blocks
             then()
 
         self._free_s = max(now, self._free_s) + self._pace.seconds(num_blocks, now)

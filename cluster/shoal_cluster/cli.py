@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -71,8 +72,18 @@ for command in (generate, chat, status, explain, tune):
     app.command()(command)
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"shoal {version('shoal')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _shoal() -> None:
+def _shoal(
+    asks_version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Shoal: a distributed LLM serving cluster with a paged KV block pool at its centre."""
 
 

@@ -41,20 +41,22 @@ FeedHost = Annotated[str, AfterValidator(_feed_host)]
 class ReplicaSettings(Settings):
     """Settings of a replica: its engine, and the resources that it takes on a node."""
 
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="of weights, activations and KV; auto is the checkpoint's, bfloat16 on an NPU"
+    )
     quantization: Literal["none", "int8", "int4", "w8a8", "w4a8"] = Field(
         "none", description="weights, rounded when loaded; a8: activations, too, to 8 bits, for faster prompts"
     )
-    max_model_len: int | None = Field(None, ge=1)
-    block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="128 on an NPU")
-    num_blocks: int | None = Field(None, ge=1, description="None sizes the pool to max_num_seqs, or fills the NPU")
-    enable_prefix_caching: bool = True
+    max_model_len: int | None = Field(None, ge=1, description="tokens of prompt and answer together; the model's")
+    block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="tokens of a KV block; 128 on an NPU")
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks; as max_num_seqs needs, or as fill the NPU")
+    enable_prefix_caching: bool = Field(True, description="keep blocks for prompts that begin alike")
     kv_transfer: bool = Field(
         True, description="take cached blocks over from another replica where that is faster than computing them"
     )
     num_host_blocks: int = Field(0, ge=0, description="in host memory, for what the pool gives up of its prefix cache")
-    max_num_seqs: int = Field(64, ge=1)
-    max_num_batched_tokens: int = Field(512, ge=1)
+    max_num_seqs: int = Field(64, ge=1, description="sequences that run at once")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens of a step, of prompts and answers together")
     max_num_waiting: int = Field(1024, ge=1, description="requests in a queue: its own, and its part of the gateways'")
     policy: Literal["fcfs", "priority", "deadline"] = Field(
         "deadline", description="whose turn is next: by the gateway's due dates; fcfs also ignores priorities"
@@ -63,11 +65,11 @@ class ReplicaSettings(Settings):
         None,
         ge=0,
         le=64,
-        description="guesses at what follows, of a sequence and step; None: 8 on the CPU, 0 on an NPU",
+        description="guesses at what follows, of a sequence and step; 8 on the CPU, 0 on an NPU",
     )
-    device: Literal["cpu", "npu"] = "cpu"
+    device: Literal["cpu", "npu"] = Field("cpu", description="what the ranks compute on")
     graph_sizes: tuple[int, ...] | None = Field(None, description="decodes that an NPU keeps as graphs; [] for none")
-    device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; None asks it")
+    device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; else it is asked")
     num_threads: int = Field(1, ge=1, description="of each rank, on the CPU")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that share each layer")
     pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages of whole layers")
@@ -79,12 +81,14 @@ class ReplicaSettings(Settings):
     )
     num_cpus: float = Field(1.0, ge=0, description="of each rank")
     engine_num_cpus: float = Field(0.5, ge=0, description="of the engine's own process, where there are several ranks")
-    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
-    max_replicas_per_node: int | None = Field(None, ge=1, le=100)
+    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict, description="Ray's, that it takes besides")
+    max_replicas_per_node: int | None = Field(
+        None, ge=1, le=100, description="of one rank; as many as there is room for"
+    )
     feed_host: FeedHost = Field(
         "127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address"
     )
-    drain_timeout_s: float = Field(60.0, gt=0)
+    drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on at a replica that drains")
 
     def scheduler_config(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -148,14 +152,14 @@ class ScheduleSettings(Settings):
 class ScalingSettings(Settings):
     """Bounds of the number of replicas, and when to scale within them; see policies.autoscaling_config.ScaleConfig."""
 
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target_utilization: float = 0.7
-    burst_window_s: float = 5.0
-    downscale_delay_s: float = 300.0
-    headroom: float = 5.0
-    burst_memory_s: float = 3600.0
-    schedules: tuple[ScheduleSettings, ...] = ()
+    min_replicas: int = Field(1, description="0 lets an idle cluster go")
+    max_replicas: int = Field(1, description="more than the minimum turns autoscaling on")
+    target_utilization: float = Field(0.7, description="share of blocks, slots and compute that load may take")
+    burst_window_s: float = Field(5.0, description="arrivals are averaged over it, too; from 1 to 60")
+    downscale_delay_s: float = Field(300.0, description="how long fewer replicas must have been enough")
+    headroom: float = Field(5.0, description="held ready for a jump: times the root of the replicas that load fills")
+    burst_memory_s: float = Field(3600.0, description="how long replicas are held ready for a peak that is over")
+    schedules: tuple[ScheduleSettings, ...] = Field((), description="minimums by the clock, see README.md here")
 
 
 class ObjectiveSettings(Settings):
@@ -170,8 +174,8 @@ class ObjectiveSettings(Settings):
 class LogSettings(Settings):
     """Settings of the log that gateways and replicas write to standard error: a line per request, and errors."""
 
-    format: Literal["json", "text"] = "json"
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "text"] = Field("json", description="of lines on standard error")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged at least")
 
 
 class TraceSettings(Settings):
@@ -186,8 +190,8 @@ class TraceSettings(Settings):
 class ClusterConfig(Settings):
     """Everything under ``args``."""
 
-    model: str = Field(min_length=1)
-    served_model_name: str | None = None
+    model: str = Field(min_length=1, description="a Hugging Face folder, a hub id, or the demo model's name")
+    served_model_name: str | None = Field(None, description="as clients name it; the last part of the model's path")
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="of sampling parameters that a request leaves out: the checkpoint's, or OpenAI's"
     )

@@ -35,17 +35,17 @@ Address = Annotated[str, AfterValidator(_address)]
 class GatewaySettings(Settings):
     """Settings of the gateway. Port 0 picks a free one."""
 
-    grpc_address: Address = DEFAULT_GRPC_ADDRESS
-    http_address: Address = DEFAULT_HTTP_ADDRESS
-    num_replicas: int = Field(1, ge=1)
-    num_cpus: float = Field(0.5, ge=0)
-    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    grpc_address: Address = Field(DEFAULT_GRPC_ADDRESS, description="where gRPC listens")
+    http_address: Address = Field(DEFAULT_HTTP_ADDRESS, description="where HTTP listens")
+    num_replicas: int = Field(1, ge=1, description="gateways; those on a node share its ports")
+    num_cpus: float = Field(0.5, ge=0, description="of each")
+    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict, description="Ray's, that each takes besides")
     request_timeout_s: float = Field(
         600.0, gt=0, description="longest life of a request; its client's deadline may be shorter"
     )
     drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on once it is stopped or replaced")
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
-    max_request_bytes: int = Field(8 * 2**20, ge=1024)
+    max_request_bytes: int = Field(8 * 2**20, ge=1024, description="longest body of a request")
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
     max_index_entries: int = Field(
         2**21, ge=1024, le=2**25, description="cached blocks known to a gateway: the next power of two, 20 bytes each"
@@ -135,7 +135,7 @@ def parse_keys(where: str, pairs: Sequence[str]) -> dict[str, str]:
 
 def with_keys(args: dict[str, Any]) -> dict[str, Any]:
     """An application's ``args`` with the keys of this process's environment, so that the YAML need not contain them.
-    Raises ConfigError.
+    Both may have API keys, each of other tenants; the YAML's admin key is the one. Raises ConfigError.
     """
     gateway: Any = args.get("gateway", {})
     found: dict[str, Any] = {}
@@ -145,4 +145,8 @@ def with_keys(args: dict[str, Any]) -> dict[str, Any]:
         found["api_keys"] = parse_keys(API_KEYS_VARIABLE, keys.split(","))
     if not found or not isinstance(gateway, dict):
         return args
+    if isinstance(own := gateway.get("api_keys"), dict) and (both := own.keys() & found.get("api_keys", {}).keys()):
+        raise ConfigError(f"gateway.api_keys: {min(both)!r} has a key in {API_KEYS_VARIABLE}, too")
+    if isinstance(own, dict):
+        gateway = gateway | {"api_keys": found.get("api_keys", {}) | own}
     return args | {"gateway": found | gateway}

@@ -18,10 +18,14 @@ _DEFAULTS = RouteWeights()
 class RoutingSettings(Settings):
     """How requests are placed: RouteWeights' fields, another rule than Shoal's own, and the roles of replicas."""
 
-    rule: str = OWN_RULE
+    rule: str = Field(OWN_RULE, description="of placement; another to compare with, see README.md here")
     prefill_share: float = Field(0.0, ge=0, lt=1, description="of the replicas: they only compute prompts; see Roles")
-    prefill_price: float = Field(_DEFAULTS.prefill_price, ge=0, le=MAX_PRICE)
-    decode_price: float = Field(_DEFAULTS.decode_price, ge=0, le=MAX_PRICE)
+    prefill_price: float = Field(
+        _DEFAULTS.prefill_price, ge=0, le=MAX_PRICE, description="of a prompt token to compute, in such tokens' compute"
+    )
+    decode_price: float = Field(
+        _DEFAULTS.decode_price, ge=0, le=MAX_PRICE, description="of a sequence on a replica, in prompt tokens' compute"
+    )
 
     @field_validator("rule")
     @classmethod

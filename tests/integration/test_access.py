@@ -244,12 +244,16 @@ def test_wrong_settings_are_named_and_keys_are_not_shown(gateway: dict[str, obje
     assert not re.search("x y|123456", str(error.value))
 
 
-def test_keys_come_from_the_environment_unless_the_yaml_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_API_KEYS", "alice=sk-a=1, bob=sk-b")
     monkeypatch.setenv("SHOAL_ADMIN_KEY", "root")
     made = with_keys({"gateway": {"num_replicas": 2}})["gateway"]
     assert made == {"num_replicas": 2, "api_keys": {"alice": "sk-a=1", "bob": "sk-b"}, "admin_key": "root"}
-    assert with_keys({"gateway": {"api_keys": {}}})["gateway"]["api_keys"] == {}
+    assert with_keys({"gateway": {"api_keys": {}}})["gateway"]["api_keys"] == made["api_keys"], "nobody lets all in so"
+    both = with_keys({"gateway": {"api_keys": {"carol": "sk-c"}}})["gateway"]["api_keys"]
+    assert both == {"alice": "sk-a=1", "bob": "sk-b", "carol": "sk-c"}
+    with pytest.raises(ConfigError, match=r"gateway\.api_keys: 'bob' has a key in SHOAL_API_KEYS, too"):
+        with_keys({"gateway": {"api_keys": {"bob": "sk-x"}}})
     for wrong in ("sk-a", "alice=", "=sk-a", "alice=sk-a,", "alice=sk-a,alice=sk-b"):
         monkeypatch.setenv("SHOAL_API_KEYS", wrong)
         with pytest.raises(ConfigError, match="SHOAL_API_KEYS: must be tenant=key pairs"):

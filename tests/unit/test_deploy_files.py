@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from shoal_cluster.commands.deploy import read_config
+from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.metrics.definitions import FAMILIES, Family, Kind
 from shoal_cluster.serve.metrics.exposition import markdown_table
+from shoal_cluster.settings_table import VLLM, fields_of, markdown_tables
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVE_FILES = sorted((DEPLOY / "serve").glob("*.yaml"))
@@ -114,6 +116,15 @@ def test_labels_and_their_values_exist(exported: dict[str, Family]) -> None:
 def test_the_table_of_metrics_is_the_definitions() -> None:
     """`python -m shoal_cluster.serve.metrics.exposition` prints it."""
     assert markdown_table() in (DEPLOY / "prometheus" / "METRICS.md").read_text()
+
+
+def test_the_tables_of_settings_are_the_settings() -> None:
+    """`python -m shoal_cluster.settings_table` prints them."""
+    told = (DEPLOY / "SETTINGS.md").read_text()
+    assert all(table in told for table in markdown_tables())
+    keys = {key for key, _ in fields_of(ClusterConfig)}
+    assert VLLM.keys() <= keys
+    assert all(field.description for _, field in fields_of(ClusterConfig))
 
 
 def test_every_record_used_is_recorded() -> None:

@@ -48,9 +48,9 @@ MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_STEP_TOKENS = 10**7, 2**20, 2**24
 def sim(
     trace: Annotated[Path, typer.Option(help="Trace file, plain or .gz.")],
     trace_format: Annotated[str, typer.Option("--format", help=", ".join(TRACE_FORMATS))] = "mooncake",
-    replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS)] = 8,
-    blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS)] = 1000,
-    block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE)] = 512,
+    replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS, help="How many there are.")] = 8,
+    blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS, help="KV blocks of each.")] = 1000,
+    block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE, help="Tokens of a block.")] = 512,
     host_blocks: Annotated[
         int, typer.Option(min=0, max=MAX_BLOCKS, help="Of each replica in host memory, for what its pool gives up.")
     ] = 0,
@@ -93,10 +93,10 @@ def sim(
     ] = None,
     model_from: Annotated[Path | None, typer.Option(help="Step times fitted to 'shoal bench engine --json'.")] = None,
     prefill_price: Annotated[
-        float | None, typer.Option(help=f"Of predicted_ttft; default {WEIGHTS.prefill_price:g}.")
+        float | None, typer.Option(help=f"Of a token to compute, by predicted_ttft; default {WEIGHTS.prefill_price:g}.")
     ] = None,
     decode_price: Annotated[
-        float | None, typer.Option(help=f"Of predicted_ttft; default {WEIGHTS.decode_price:g}.")
+        float | None, typer.Option(help=f"Of a running sequence, by the same; default {WEIGHTS.decode_price:g}.")
     ] = None,
     shed_late: Annotated[
         bool, typer.Option("--shed-late", help="Refuse what cannot have its first token within the objective.")
@@ -122,7 +122,7 @@ def sim(
     capacity: Annotated[bool, typer.Option("--find-capacity", help="Find the highest speed that is carried.")] = False,
     least: Annotated[bool, typer.Option("--find-replicas", help="Find the fewest replicas that carry it.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Folder for PNGs: latency and load.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Of what is left to chance.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
     """Replay a request trace on a simulated cluster: times to first token, goodput, hits, balance; or plan capacity."""

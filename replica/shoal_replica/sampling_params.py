@@ -224,8 +224,8 @@ class SamplingParams:
         if most is None:
             return prompt_token_ids
         if most == -1:
-            is_free = self.max_tokens is None or self.max_tokens >= max_model_len
-            most = max_model_len - (1 if is_free or self.max_tokens is None else self.max_tokens)
+            is_bound = self.max_tokens is not None and self.max_tokens < max_model_len
+            most = max_model_len - (self.max_tokens or 1 if is_bound else 1)
         if most >= max_model_len:
             raise InvalidArgument("truncate_prompt_tokens", most, f"must be under {max_model_len}, the model's length")
         return prompt_token_ids[-most:]

@@ -290,6 +290,16 @@ def test_reasoning_counts_alike_however_tokens_come_together(is_reasoning: bool)
         assert abs(told.usage.num_reasoning_tokens - num_thought) <= (0 if step == 1 else 4)
 
 
+def test_reasoning_has_no_more_tokens_than_the_answer() -> None:
+    """Its marker may come in several tokens, of which the last one shows what it is."""
+    readers = AnswerReaders([AnswerReader(ChatFormat(HERMES, takes_tools=True, reasons=True), None)])
+    usage = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=2, replica_id="", ttft_s=0.0)
+    readers.read(Chunk(index=0, text="<think", token_ids=(0,)))
+    *_, told = readers.read(Chunk(index=0, text=">", token_ids=(0,), finish_reason=FinishReason.STOP, usage=usage))
+    assert told.usage is not None
+    assert told.usage.num_reasoning_tokens <= 2
+
+
 def test_pieces_keep_their_order() -> None:
     reader = AnswerReader(ChatFormat(HERMES, True, True), ToolUse(TOOLS))
     one = '<tool_call>{"name": "what-time.is_it", "arguments": {}}</tool_call>'

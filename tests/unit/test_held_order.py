@@ -106,6 +106,19 @@ def test_requests_that_must_not_go_elsewhere_are_considered_behind_those_that_mu
     assert other in [held for held, _ in order.to_consider()]
 
 
+def test_requests_that_may_go_anywhere_are_considered_behind_two_kinds_that_may_not() -> None:
+    order = HeldOrder(FairShares(), NUM_CONSIDERED, LATER_S)
+    order.tell_apart(100)
+    for due in range(3 * NUM_CONSIDERED):
+        excluded = frozenset({"idle"} if due < NUM_CONSIDERED else {"idle", "other"})
+        order.put(Held(PendingRequest(query=make_query(10, excluded=excluded), arrival_s=0.0), due_s=float(due)))
+    free = Held(PendingRequest(query=make_query(10), arrival_s=0.0), due_s=99.0)
+    order.put(free)
+    considered = [held for held, _ in order.to_consider()]
+    assert free in considered
+    assert [held.due_s for held in considered] == sorted(held.due_s for held in considered)
+
+
 def test_all_dates_change_at_once() -> None:
     rng, shares = Random(0), FairShares()
     order, moved = HeldOrder(shares, NUM_CONSIDERED, LATER_S), HeldOrder(shares, NUM_CONSIDERED, LATER_S)

@@ -17,6 +17,7 @@ from shoal_cluster.serve.http.tokens import DetokenizeBody, TokenizeBody
 from shoal_replica.errors import InvalidArgument
 
 MANY: Any = [0] * 100
+FORM: Any = {"format": {"type": "json_object"}}
 HI: Any = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -53,7 +54,15 @@ def test_wrong_elements_are_not_all_looked_at(kind: type[Body], body: dict[str, 
         (ChatRequest, HI, "text", "messages"),
         (CompletionRequest, {"prompt": "x"}, "text", "prompt"),
         (ResponsesRequest, {"input": "x"}, "messages", "input"),
-        (ResponsesRequest, {"input": "x", "text": {"format": {"type": "text"}}}, "structured_output", "text.format"),
+        (
+            ChatRequest,
+            HI | {"response_format": {"type": "text"}, "guided_regex": "("},
+            "structured_output",
+            "guided_regex",
+        ),
+        (ChatRequest, HI, "tenant", "user"),
+        (MessagesRequest, HI | {"max_tokens": 1}, "tenant", "metadata.user_id"),
+        (ResponsesRequest, {"input": "x", "text": FORM}, "structured_output", "text.format"),
         (MessagesRequest, HI | {"max_tokens": 1}, "prompt", "messages"),
         (ChatRequest, HI, "top_p", "top_p"),
     ],

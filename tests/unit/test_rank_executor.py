@@ -92,14 +92,39 @@ def test_steps_reach_all_ranks_and_one_answers() -> None:
     executor.close()
 
 
-def test_an_interrupted_step_leaves_no_answer_for_the_next() -> None:
-    """As Ctrl-C interrupts ``LLM.generate``: the step's number comes again."""
+@pytest.fixture
+def interrupts() -> Iterator[Callable[[int], None]]:
+    """Sends this process so many interrupts, as Ctrl-C does, half a second apart; where they are ignored, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timers: list[threading.Timer] = []
+
+    def send(count: int) -> None:
+        timers.extend(threading.Timer(0.5 * (n + 1), os.kill, (os.getpid(), signal.SIGINT)) for n in range(count))
+        for timer in timers:
+            timer.start()
+
+    yield send
+    for timer in timers:
+        timer.join()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_who_interrupts_a_step_twice_ends_all_ranks(interrupts: Callable[[int], None]) -> None:
     executor = start()
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    interrupts(2)
     with pytest.raises(KeyboardInterrupt):
         executor.execute(first_step(LINGER))
-    timer.join()
+    with pytest.raises(EngineDead, match="was at a step when this process was interrupted"):
+        executor.execute(first_step(7))
+    executor.close()
+
+
+def test_an_interrupted_step_leaves_no_answer_for_the_next(interrupts: Callable[[int], None]) -> None:
+    """As Ctrl-C interrupts ``LLM.generate``: the step's number comes again."""
+    executor = start()
+    interrupts(1)
+    with pytest.raises(KeyboardInterrupt):
+        executor.execute(first_step(LINGER))
     new = NewSequence(1, (7, 5), 2, 0, (1,), SamplingParams(), 0)
     again = SchedulerOutput(1, (ScheduledSequence(1, 0, 2, True),), (new,), dropped_seq_ids=(0,))
     assert [token.seq_id for token in executor.execute(again).sampled] == [1]

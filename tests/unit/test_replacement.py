@@ -146,18 +146,43 @@ async def test_what_is_handed_back_waits_if_the_others_are_away_for_a_moment() -
         serve.leave("b")
 
 
-async def test_what_a_draining_replica_refuses_waits_for_its_successor() -> None:
-    """The request is on its way there when the drain begins, of which the gateway has not heard."""
-    async with serving("a") as serve, replica() as successor:
-        dispatcher = serve.hold()
-        serve.replicas["a"].engine._draining = True
-        asked = asyncio.create_task(ask(serve, prompt_token_ids=WAITING))
-        await until(lambda: len(serve.placements) == 2 and dispatcher.num_held == 1)
-        serve.join("b", successor)
-        answer = await asked
-        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("b", 0)
-        assert answer.tokens == [expected_tokens(WAITING, 4)]
+async def test_who_has_handed_a_request_back_may_take_it_again_when_it_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is asked back from a, which stalls, as b could take it; then b turns it away, and a gets on."""
+    monkeypatch.setattr(stall, "STALL_S", 0.2)
+    async with serving("a", max_num_seqs=1, max_num_batched_tokens=128) as serve, replica() as other:
+        made, dispatcher = serve.replicas["a"], serve.hold()
+        await ask(serve, "measures its pace", prompt_token_ids=range(100, 190))
+        serve.dispatcher = None  # what comes next waits at a
+        made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, "running", prompt_token_ids=RUNNING))
+        await until(lambda: made.executor.is_held)
+        waiting = asyncio.create_task(ask(serve, "waiting", prompt_token_ids=WAITING))
+        await until(lambda: made.engine.stats().num_waiting == 1 and "waiting" in serve.ledger._replica_of)
+        serve.dispatcher = dispatcher
+        other.engine._draining = True  # of which nobody has heard
+        serve.join("b", other)
+        await until(lambda: serve.ledger.view.is_stalled("a") and dispatcher.num_held == 1)
         serve.leave("b")
+        made.executor.gate.set()
+        answer = await waiting
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("a", 0)
+        assert (await running).usage.replica_id == "a"
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_what_draining_replicas_refuse_waits_for_their_successor(count: int) -> None:
+    """The request is on its way when the drains begin, of which the gateway has not heard."""
+    async with serving(*(f"old-{number}" for number in range(count))) as serve, replica() as successor:
+        dispatcher = serve.hold()
+        for made in serve.replicas.values():
+            made.engine._draining = True
+        asked = asyncio.create_task(ask(serve, prompt_token_ids=WAITING))
+        await until(lambda: len(serve.placements) > count and dispatcher.num_held == 1)
+        serve.join("new", successor)
+        answer = await asked
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == ("new", 0)
+        assert answer.tokens == [expected_tokens(WAITING, 4)]
+        serve.leave("new")
 
 
 async def test_what_waits_stays_where_nobody_else_could_take_it() -> None:

@@ -86,6 +86,17 @@ def test_who_was_alone_is_known_for_what_it_had(seed: int) -> None:
         ]
 
 
+def test_who_is_alone_again_is_not_over_its_share() -> None:
+    shares = FairShares()
+    for tenant in ("stays", "leaves"):
+        shares.enter(tenant, 0.0)
+        shares.ask(tenant, 1000, shares.clock)
+    shares.charge("stays", 100.0, 0.0)
+    assert shares.is_over("stays")
+    shares.leave("leaves")
+    assert not shares.is_over("stays"), "there is nobody to share with"
+
+
 @pytest.mark.parametrize("num_tenants", [5, 20, 300])
 def test_among_tenants_that_ask_alike_nearly_nobody_is_heavy(num_tenants: int) -> None:
     """Requests arrive at random and have very different lengths."""

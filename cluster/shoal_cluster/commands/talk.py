@@ -118,12 +118,14 @@ def _call(
 ) -> GenerateCall:
     from shoal_cluster.serve.call import GenerateCall
     from shoal_cluster.serve.request_id import new_request_id
+    from shoal_replica.sampling_defaults import DEFAULTED
     from shoal_replica.sampling_params import SamplingParams
 
     return GenerateCall(
         request_id=new_request_id(),
         model=model,
         sampling_params=SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed),
+        left_out=DEFAULTED - {"temperature"},
         text=text,
         messages=messages,
     )

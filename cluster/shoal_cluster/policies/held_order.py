@@ -23,8 +23,8 @@ class HeldOrder:
     by a queue, whose requests these are. Ties go by arrival at this gateway.
 
     A look considers the first ``num_considered`` requests, and for each of them that is particular (only some replicas
-    may take it) one more that is not, or is so in another way: particular requests must not keep others from the
-    remaining replicas.
+    may take it) one more that is not, and one that is so in another way: particular requests must not keep others from
+    the remaining replicas.
 
     Args:
         later_s: how much later a heavy tenant's requests are due at a replica, so that other tenants' go before them,
@@ -190,12 +190,17 @@ class HeldOrder:
         num_more = sum(held.is_particular for held in urgent) if self._num_particular else 0
         if num_more:
             limits = {_limits(held) for held in urgent if held.is_particular}
-            others = (
-                held
-                for _, _, held in islice(self._ranked, size, None)
-                if not held.is_particular or _limits(held) not in limits
-            )
-            urgent += islice(others, num_more)
+            num_others = num_free = num_more
+            for _, _, held in islice(self._ranked, size, None):
+                if not held.is_particular and num_free:
+                    num_free -= 1
+                elif held.is_particular and num_others and _limits(held) not in limits:
+                    num_others -= 1
+                else:
+                    continue
+                urgent.append(held)
+                if not (num_free or num_others):
+                    break
         self._last_considered = math.inf if num_more else size
         return urgent
 

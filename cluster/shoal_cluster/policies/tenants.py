@@ -135,6 +135,7 @@ class FairShares:
     def _note_change(self) -> None:
         self._num_since += 1
         if not self._places and len(self._served) == 1 and self._held_by.keys() <= self._served.keys():
+            self._level = None
             return  # there is nobody to share with
         if self._num_since * COUNTED_ANEW >= len(self._served) + len(self._held_by):
             self._count_anew(0.0)

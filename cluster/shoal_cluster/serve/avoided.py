@@ -8,6 +8,7 @@ from collections.abc import Set
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.served_adapters import ServedAdapters
 
+PAUSE_S = 0.1  # where all that seemed open have turned the call away: news of why is on its way
 GONE_S = 2.0  # after which a replica that failed a request but has kept its feed counts as well again
 
 
@@ -25,10 +26,15 @@ class Avoided:
         self._adapter = adapter
         self._timeout_s = timeout_s
         self._gone: set[str] = set()
+        self._turned_away: set[str] = set()
 
     def add(self, replica_id: str) -> None:
         """A replica cannot finish what it took."""
         self._gone.add(replica_id)
+
+    def turn_from(self, replica_id: str) -> None:
+        """A replica that leaves did not take the call, or has handed it back, which may not be known here yet."""
+        self._turned_away.add(replica_id)
 
     def beside(self, refused: Set[str]) -> Set[str]:
         """All of them, and the ``refused``."""
@@ -49,7 +55,13 @@ class Avoided:
                 self._gone.clear()
                 break
             await asyncio.sleep(GONE_S / 20)
-        return self.beside(refused)
+        avoided = self.beside(refused)
+        if self._turned_away and not can_place(avoided | self._turned_away):
+            await asyncio.sleep(PAUSE_S)
+            self._turned_away.clear()
+        # One that is known to take nothing is left to the ledger: it may be well again before another is.
+        everybody = frozenset(self._ledger.view.replica_ids)
+        return avoided | {one for one in self._turned_away if can_place(everybody - {one})}
 
     def _lacking(self) -> Set[str]:
         return frozenset() if self._adapters is None else self._adapters.lacking(self._adapter)

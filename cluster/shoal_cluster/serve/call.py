@@ -57,9 +57,6 @@ class GenerateCall:
     ``left_out`` names those of ``DEFAULTED`` parameters that the client leaves to the model's recommendation.
     ``timeout_s`` counts from the arrival at the gateway; None means the gateway's own limit. ``tools``,
     ``template_options``, variables of the chat template, and ``prompt_end`` go with ``messages``.
-
-    Raises:
-        InvalidArgument: ``tenant`` or ``cache_salt`` is longer than ``MAX_NAME`` characters.
     """
 
     request_id: str
@@ -78,7 +75,8 @@ class GenerateCall:
     timeout_s: float | None = None
     trace: TraceContext | None = None
 
-    def __post_init__(self) -> None:
+    def check_names(self) -> None:
+        """Raises InvalidArgument if ``tenant`` or ``cache_salt`` is longer than ``MAX_NAME`` characters."""
         for name, value in (("tenant", self.tenant), ("cache_salt", self.cache_salt)):
             if len(value) > MAX_NAME:  # they are kept for a while, and logged
                 raise InvalidArgument(name, value, f"must have at most {MAX_NAME} characters")

@@ -87,7 +87,7 @@ def call_from_proto(
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise InvalidArgument("priority", request.priority, f"must lie between {-MAX_PRIORITY} and {MAX_PRIORITY}")
     chat = prompt_from_proto(request.messages) if prompt == "messages" else Prompt()
-    return GenerateCall(
+    call = GenerateCall(
         request_id=check_request_id(request.request_id) if request.HasField("request_id") else fresh_id,
         sampling_params=sampling_params_from_proto(request.sampling_params),
         left_out=frozenset(name for name in DEFAULTED if not request.sampling_params.HasField(name)),
@@ -104,6 +104,8 @@ def call_from_proto(
         timeout_s=timeout_s,
         trace=trace,
     )
+    call.check_names()
+    return call
 
 
 def call_to_proto(call: GenerateCall) -> pb.GenerateRequest:

@@ -188,11 +188,11 @@ class Generation:
 
     async def _run_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
         """Place a request until a replica takes it, and follow it to its end or to the leg that resumes it."""
-        refused: dict[str, Outcome] = {}
-        for _ in range(MAX_REFUSALS):
+        full: dict[str, Outcome] = {}
+        while len(full) < MAX_REFUSALS:
             try:
                 refusal = await self._attempt(
-                    request, indexes, num_resumes, await self._avoided.once_there_is_another(refused.keys())
+                    request, indexes, num_resumes, await self._avoided.once_there_is_another(full.keys())
                 )
             except ReplicaLeft as error:  # not counted as a resume: little is computed again
                 self._note_resume(f"moved: {error}")
@@ -211,13 +211,14 @@ class Generation:
                 return
             if refusal is None:
                 return
-            refused |= [refusal]
             if not refusal[1].is_full or refusal[0] not in self._ledger.view:
-                continue  # the replica leaves: another may come in its place
-            if not self._ledger.can_place(self._avoided.beside(refused.keys())):
+                self._avoided.turn_from(refusal[0])  # it leaves: another may come in its place
+                continue
+            full |= [refusal]
+            if not self._ledger.can_place(self._avoided.beside(full.keys())):
                 break
-        reason = next(reversed(refused.values())).reason
-        raise ResourceExhausted(f"refused by {len(refused)} replicas: {reason}", retry_after_s=1.0)
+        reason = next(reversed(full.values())).reason
+        raise ResourceExhausted(f"refused by {len(full)} replicas: {reason}", retry_after_s=1.0)
 
     async def _attempt(
         self, request: Request, indexes: range, num_resumes: int, excluded: Set[str]

@@ -42,6 +42,7 @@ class AnswerReaders:
         first, *others = reader.push(chunk.text, is_last=chunk.finish_reason is not None) or (AnswerPiece(),)
         # A chunk has as many tokens as have come together: in one where reasoning ends, they count by their text.
         share = (reader.num_thought - num_thought) / len(chunk.text) if chunk.text else reader.is_reasoning
+        share = min(1.0, share)  # what was held before it was known to be reasoning is not counted
         self._num_reasoning_tokens += len(chunk.token_ids) * share
         usage = chunk.usage
         if usage is not None:

@@ -82,7 +82,10 @@ class RankExecutor:
         try:
             return self._result(output.step, started)
         except KeyboardInterrupt:
-            self._result(output.step, started)  # its answer must not be taken for the next step's
+            try:
+                self._result(output.step, started)  # its answer must not be taken for the next step's
+            except KeyboardInterrupt:
+                self._give_up(0)
             raise
 
     def _send(self, step: Step) -> None:
@@ -95,9 +98,13 @@ class RankExecutor:
             except OSError:
                 continue  # it is gone: what it sent before is read below
             except KeyboardInterrupt:  # some ranks have the step, and this one perhaps a part of it
-                with suppress(EngineDead):
-                    self._fail(rank, "was being sent a step when this process was interrupted")
+                self._give_up(rank)
                 raise
+
+    def _give_up(self, rank: int) -> None:
+        """End every rank: what they have of the step is not known."""
+        with suppress(EngineDead):
+            self._fail(rank, "was at a step when this process was interrupted")
 
     def _result(self, step: int, started: float) -> StepResult:
         """Wait until the ranks have run a step that they were sent at ``started``."""

@@ -887,7 +887,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "chat_template_kwargs": MANY}, 400, "chat_template_kwargs", "must have at most 256"),
         (RESPONSES, {"input": "hi", "metadata": MANY}, 400, "metadata", "must have at most 16"),
         (RESPONSES, {"input": "x" * 500}, 400, "input", "below 128"),
-        (CHAT, {"messages": HI, "user": "x" * 513}, 400, "tenant", "must have at most 512 characters"),
+        (CHAT, {"messages": HI, "user": "x" * 513}, 400, "user", "must have at most 512 characters"),
         (COMPLETION, {"prompt": "hi", "cache_salt": "x" * 513}, 400, "cache_salt", "must have at most 512 characters"),
         (CHAT, {"messages": HI, "include_reasoning": False}, 400, "include_reasoning", "only True"),
         (CHAT, {"messages": HI, "thinking_token_budget": 9}, 400, "thinking_token_budget", "not supported"),

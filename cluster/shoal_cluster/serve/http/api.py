@@ -149,6 +149,8 @@ async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers
         trace, tenant = trace_context(request.headers), request.state.tenant
         tenant = request.headers.get(TENANT_HEADER) if tenant is None else tenant
         calls = [replace(call, trace=trace, tenant=call.tenant if tenant is None else tenant) for call in calls]
+        for call in calls:
+            call.check_names()
     except Exception as error:
         core.refuse_unread()
         return error_response(body.in_its_words(error), request_id, path)

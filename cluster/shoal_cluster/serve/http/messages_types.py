@@ -51,6 +51,7 @@ WORDS = {
     "continue_final_message": "messages",
     "prompt": "messages",
     "text": "messages",
+    "tenant": "metadata.user_id",
 }
 
 

@@ -124,8 +124,10 @@ class RequestBody(Body):
     @property
     def words(self) -> dict[str, str]:
         """Fields of calls, as the body has them."""
-        given = (name for name in STRUCTURES if getattr(self, name) is not None)
-        return {"structured_output": next(given, "response_format")}
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type == "text":  # asks for nothing
+            given.remove("response_format")
+        return {"structured_output": next(iter(given), "response_format"), "tenant": "user"}
 
     def in_its_words(self, error: Exception) -> Exception:
         """``error`` with the field that the body has for it."""

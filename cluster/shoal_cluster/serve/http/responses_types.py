@@ -118,7 +118,7 @@ class ResponsesRequest(RequestBody):
     @property
     def words(self) -> dict[str, str]:
         form = super().words["structured_output"]
-        is_own = self.text is not None and self.text.format is not None
+        is_own = self.text is not None and self.text.format is not None and self.text.format.type != "text"
         return dict.fromkeys(("messages", "prompt", "text"), "input") | {
             "structured_output": "text.format" if is_own else form
         }

@@ -56,7 +56,9 @@ class Avoided:
                 break
             await asyncio.sleep(GONE_S / 20)
         avoided = self.beside(refused)
-        if self._turned_away and not can_place(avoided | self._turned_away):
+        if not self._turned_away:
+            return avoided
+        if not can_place(avoided | self._turned_away):
             await asyncio.sleep(PAUSE_S)
             self._turned_away.clear()
         # One that is known to take nothing is left to the ledger: it may be well again before another is.

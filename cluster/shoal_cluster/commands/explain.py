@@ -45,7 +45,9 @@ def explain(
         row = asyncio.run(_fetch_scaling(address))
         decisions = row.records if row.current is None else (*row.records, row.current)
         if as_json:
-            typer.echo(json.dumps([_scaling_as_json(decision) for decision in decisions], indent=2))
+            from shoal_cluster.serve.dashboard.scaling import encode_decision
+
+            typer.echo(json.dumps([encode_decision(decision) for decision in decisions], indent=2))
             return
         for decision in decisions:
             _print_scaling(console, decision)
@@ -95,20 +97,6 @@ async def _fetch_scaling(address: str) -> ScalingRow:
 
     async with GatewayClient(address) as client:
         return await client.scaling()
-
-
-def _scaling_as_json(record: ScaleRecord) -> dict[str, object]:
-    """A decision without its replicas, of which ``shoal status --json`` tells."""
-    return {
-        "seq": record.seq,
-        "time_s": record.time_s,
-        "num_before": record.num_before,
-        "num_after": record.num_after,
-        "num_running": record.num_running,
-        "num_starting": record.num_starting,
-        "reason": record.reason,
-        "terms": dict(record.terms),
-    }
 
 
 def _print_scaling(console: Console, record: ScaleRecord) -> None:

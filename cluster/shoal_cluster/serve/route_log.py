@@ -6,6 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from operator import is_not
+from typing import Generic, TypeVar
 
 from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.look import Look
@@ -15,6 +16,8 @@ from shoal_cluster.serve.call import MAX_PROMPTS
 from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy
 from shoal_cluster.serve.request_id import call_of
 from shoal_replica.stats import ReplicaStats
+
+Item = TypeVar("Item")
 
 MAX_REQUESTS = 4096
 MAX_BYTES = 128 * 2**20
@@ -27,23 +30,13 @@ BYTES_PER_HASH = 57  # a bytes object of 16 bytes and its slot in a tuple
 BYTES_PER_STATS = 1_200  # a replica's stats with their numbers: measured 1 100 to 1 250
 
 
-class _Kept:
-    """A record and, once measured, about how much memory it takes on top of the records before it."""
+class _Kept(Generic[Item]):
+    """A record or a look and, once measured, about how much memory it takes; a record, on top of those before it."""
 
-    __slots__ = ("num_bytes", "record")
+    __slots__ = ("item", "num_bytes")
 
-    def __init__(self, record: RouteRecord) -> None:
-        self.record = record
-        self.num_bytes = 0
-
-
-class _KeptLook:
-    """A look and, once measured, about how much memory it takes."""
-
-    __slots__ = ("look", "num_bytes")
-
-    def __init__(self, look: Look) -> None:
-        self.look = look
+    def __init__(self, item: Item) -> None:
+        self.item = item
         self.num_bytes = 0
 
 
@@ -57,11 +50,11 @@ class RouteLog:
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._records: OrderedDict[str, list[_Kept]] = OrderedDict()
-        self._unmeasured: list[_Kept] = []
+        self._records: OrderedDict[str, list[_Kept[RouteRecord]]] = OrderedDict()
+        self._unmeasured: list[_Kept[RouteRecord]] = []
         self._measured: Sequence[ReplicaStats | None] = ()  # of the record that was measured last
-        self._looks: OrderedDict[str, _KeptLook] = OrderedDict()  # by request id
-        self._unmeasured_looks: list[_KeptLook] = []
+        self._looks: OrderedDict[str, _Kept[Look]] = OrderedDict()  # by request id
+        self._unmeasured_looks: list[_Kept[Look]] = []
         self._refusals: OrderedDict[str, tuple[Refusal, int]] = OrderedDict()  # by call, the last; with its size
         self._num_look_bytes = 0
         self._num_refusal_bytes = 0
@@ -83,8 +76,8 @@ class RouteLog:
                 self._measure()
                 dropped = records.pop(1)  # the first and the latest ones explain most
                 self.num_bytes -= dropped.num_bytes
-                request_id = dropped.record.query.request_id
-                if all(other.record.query.request_id != request_id for other in records):
+                request_id = dropped.item.query.request_id
+                if all(other.item.query.request_id != request_id for other in records):
                     self._forget_look(request_id)
             self._records.move_to_end(call_id)
         self._num_behind += 1
@@ -96,7 +89,7 @@ class RouteLog:
         if request_id in self._looks:
             self._measure()
             self._forget_look(request_id)
-        kept = self._looks[request_id] = _KeptLook(look)
+        kept = self._looks[request_id] = _Kept(look)
         self._unmeasured_looks.append(kept)
 
     def refuse(self, refusal: Refusal) -> None:
@@ -124,17 +117,17 @@ class RouteLog:
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
             for kept in self._records.popitem(last=False)[1]:
                 self.num_bytes -= kept.num_bytes
-                self._forget_look(kept.record.query.request_id)
+                self._forget_look(kept.item.query.request_id)
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):
             self._num_look_bytes -= self._looks.popitem(last=False)[1].num_bytes
 
     def _measure(self) -> None:
         for kept in self._unmeasured:
-            kept.num_bytes = self._size(kept.record)
+            kept.num_bytes = self._size(kept.item)
             self.num_bytes += kept.num_bytes
         self._unmeasured.clear()
         for look in self._unmeasured_looks:
-            look.num_bytes = look.look.num_bytes
+            look.num_bytes = look.item.num_bytes
             self._num_look_bytes += look.num_bytes
         self._unmeasured_looks.clear()
 
@@ -154,11 +147,11 @@ class RouteLog:
     def look_of(self, request_id: str) -> Look | None:
         """The look that sent a request, the last if several did: what came before it, and where that was to wait."""
         kept = self._looks.get(request_id)
-        return None if kept is None else kept.look
+        return None if kept is None else kept.item
 
     def of_call(self, call_id: str) -> list[RouteRecord]:
         """The records kept for a call, oldest first: the first one and the last few."""
-        return [kept.record for kept in self._records.get(call_id, ())]
+        return [kept.item for kept in self._records.get(call_id, ())]
 
     def of_request(self, request_id: str) -> Explanation:
         """What is kept of a client's request: of the call with that id, or of its calls if it had several prompts."""
@@ -180,5 +173,5 @@ class RouteLog:
     def recent(self, limit: int) -> list[RouteRecord]:
         """The latest records of all calls, newest first."""
         calls = itertools.islice(reversed(self._records.values()), limit)
-        records = [kept.record for kept in itertools.chain.from_iterable(calls)]
+        records = [kept.item for kept in itertools.chain.from_iterable(calls)]
         return sorted(records, key=lambda record: record.time_s, reverse=True)[:limit]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from fixtures.cluster_views import make_stats
+from fixtures.memory_store import MemoryStore
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
@@ -29,27 +30,16 @@ DEPLOYMENT = DeploymentID(name="ReplicaServer", app_name="app")
 AHEAD_S = time.time() + 3600
 
 
-class DictStore(dict[str, bytes]):
-    """A board's store, in this process."""
-
-    def put(self, key: str, value: bytes) -> None:
-        self[key] = value
-
-    def delete(self, key: str) -> None:
-        self.pop(key, None)
-
-    def keys(self, prefix: str = "") -> list[str]:  # type: ignore[override]
-        return [key for key in self if key.startswith(prefix)]
-
-
 class Controller:
     """As much of Serve's controller as a policy sees, and a gateway at the board."""
 
     def __init__(self) -> None:
         self.policy = BlockScaling(msgspec.to_builtins(BASE))
-        self.board = ScalingBoard("app", DictStore())
+        self.board = ScalingBoard("app", MemoryStore())
         self.link = BoardLink(self.board)
-        self.link.stop()  # it meets the board only when a test says so
+        self.link.stop()  # from now on it meets the board only when a test says so
+        self.link._thread.join()
+        self.link.meet()
         self.policy._link = self.link
         self.policy._export.publish_if_due = lambda points, now: None  # type: ignore[method-assign]
 
@@ -206,6 +196,15 @@ def test_settings_follow_the_gateway_then_its_tuning_and_serves_capacity(control
     assert controller.ask(ledger) == 6
     assert controller.ask(ledger, max_replicas=500) == 3, "half of all that is allowed"
     assert controller.last.config.max_replicas == 5
+
+
+def test_the_count_holds_until_the_board_has_been_read(controller: Controller) -> None:
+    """A policy that is new, as after a restart of Serve's controller, does not know what was tuned."""
+    controller.report()
+    controller.board.put_tuning(Tuning(BASE, {"max_replicas": 12}))
+    controller.link.inbox = None
+    assert controller.ask(target=15) == 15
+    assert controller.ask(target=15) == 12
 
 
 def test_changes_are_recorded_and_looks_are_not(controller: Controller) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from fixtures.cluster_views import make_stats
+from fixtures.memory_store import MemoryStore
 from ray.serve._private.autoscaling_state import ApplicationAutoscalingState
 from ray.serve._private.common import DeploymentID, ReplicaID, ReplicaMetricReport, TimeStampedValue
 from ray.serve._private.config import DeploymentConfig, ReplicaConfig
@@ -28,20 +29,6 @@ BASE = ScaleConfig(min_replicas=1, max_replicas=9, downscale_delay_s=0.0, headro
 SIZED, IN_RATIO, OTHER = (DeploymentID(name=name, app_name="app") for name in ("ReplicaServer", "Prefill", "Other"))
 
 
-class NoStore:
-    """The store of a board that nobody else uses."""
-
-    def put(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes | None:
-        return None
-
-    def delete(self, key: str) -> None: ...
-
-    def keys(self, prefix: str) -> list[str]:
-        return []
-
-
 class Application:
     """Serve's autoscaling state of an application, whose policy is registered as from the YAML."""
 
@@ -52,8 +39,9 @@ class Application:
         self.state.register(AutoscalingPolicy(policy_function=path, policy_kwargs=settings))
         self.targets: dict[DeploymentID, int] = {}
         policy = self.state._policy.__wrapped__  # type: ignore[union-attr]
-        self.link = policy._policy._link = BoardLink(ScalingBoard("app", NoStore()))
+        self.link = policy._policy._link = BoardLink(ScalingBoard("app", MemoryStore()))
         self.link.stop()
+        self.link._thread.join()
         policy._policy._export.publish_if_due = lambda points, now: None
 
     def deploy(self, deployment_id: DeploymentID, count: int) -> None:
@@ -78,7 +66,7 @@ class Application:
     def decide(self, **changes: Any) -> dict[DeploymentID, int]:
         """The counts that Serve sets, with a gateway that reports these settings."""
         report = GatewayReport("g", time.time(), Demand(num_requests=1), {}, replace(BASE, **changes), 1)
-        self.link.inbox = Inbox((report,))
+        self.link.inbox = Inbox((report,), tuning=None)
         decided: dict[DeploymentID, int] = self.state.get_decision_num_replicas(self.targets)
         return decided
 

@@ -150,6 +150,37 @@ async def test_an_answer_outlives_its_gateway_and_its_replica(ray, local_yaml):
         assert await run(successor, 0) is FinishReason.LENGTH
 
 
+async def test_a_new_deployment_keeps_the_number_of_replicas(ray, local_yaml):
+    """And the bounds that were set at run time, as its settings of scaling stay the same."""
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient  # after the environment is set
+
+    serve = ServeSubmissionClient(ray.dashboard_url)
+    document, _ = read_config(local_yaml)
+    args, address = document["applications"][0]["args"], free_address()
+    args["gateway"].update(grpc_address=address, http_address=free_address(), admin_key=ADMIN_KEY)
+    args["scaling"] = {"min_replicas": 1, "max_replicas": 1, "downscale_delay_s": 600} | COLD
+    await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
+    async with GatewayClient(address) as client:
+        await client.tune({"max_replicas": 2, "min_replicas": 2}, reset=False, admin_key=ADMIN_KEY)
+        await until_cluster(client, lambda row: num_connected(row) == 2)
+        await client.tune({"min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
+        former = {replica.replica_id for replica in (await client.cluster()).replicas}
+
+    wanted: set[int] = set()
+
+    def note(progress: str) -> None:
+        shoal = serve.get_serve_details()["applications"]["shoal"]["deployments"]
+        if "ReplicaServer" in shoal:  # not while Serve builds the application
+            wanted.add(shoal["ReplicaServer"]["target_num_replicas"])
+
+    args["gateway"]["request_timeout_s"] = 602
+    await asyncio.to_thread(deploy, document, ray.dashboard_url, note)
+    assert wanted == {2}
+    async with GatewayClient(address) as client:
+        await until_cluster(client, lambda row: num_connected(row) == 2)
+        assert not former & {replica.replica_id for replica in (await client.cluster()).replicas}
+
+
 def pools(**user_config: Any) -> dict[str, Any]:
     """Two pools in the proportion of 2 to 3: the first is sized by its blocks, the second follows."""
     settings = msgspec.to_builtins(ScaleConfig(max_replicas=2, downscale_delay_s=1)) | COLD

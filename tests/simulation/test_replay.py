@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from fixtures.memory_store import MemoryStore
 
 from shoal_cluster.policies import pending
 from shoal_cluster.policies.autoscaling import desired_replicas, replay, scale_record
@@ -106,19 +107,9 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
     assert any(len(record.considered) > 1 for _, record in sent_by)
 
 
-class MemoryStore(dict[str, bytes]):
-    """As much of Ray's key-value store as one record needs."""
-
-    def put(self, key: str, value: bytes) -> None:
-        self[key] = value
-
-    def delete(self, key: str) -> None:
-        self.pop(key, None)
-
-
 def test_every_scaling_decision_of_a_run_is_taken_again_from_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a round trip through the board, which keeps records as bytes."""
-    board = ScalingBoard("app", MemoryStore())  # type: ignore[arg-type]
+    board = ScalingBoard("app", MemoryStore())
     changes: Counter[str] = Counter()
 
     def noting(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from fixtures.cluster_views import make_stats
 from fixtures.fake_gateway import example_scale_record
+from fixtures.memory_store import MemoryStore
 from fixtures.waiting import until
 from msgspec.structs import replace as replace_struct
 
@@ -27,32 +28,13 @@ BASE = ScaleConfig(max_replicas=4)
 SHED = CallRecord(request_id="shed", outcome=RequestOutcome.SHED, time_s=0.0, arrived_s=0.0, ended_s=0.0)
 
 
-class DictStore:
-    """A key-value store in this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def put(self, key: str, value: bytes) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes | None:
-        return self.values.get(key)
-
-    def delete(self, key: str) -> None:
-        self.values.pop(key, None)
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key for key in self.values if key.startswith(prefix)]
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
 
 
 @pytest.fixture
-def store() -> DictStore:
-    return DictStore()
-
-
-@pytest.fixture
-def board(store: DictStore) -> ScalingBoard:
+def board(store: MemoryStore) -> ScalingBoard:
     return ScalingBoard("app", store)
 
 
@@ -74,7 +56,7 @@ def link(board: ScalingBoard) -> BoardLink:
     return link
 
 
-def test_applications_do_not_meet(store: DictStore, board: ScalingBoard) -> None:
+def test_applications_do_not_meet(store: MemoryStore, board: ScalingBoard) -> None:
     board.put_current(example_scale_record())
     assert ScalingBoard("other", store).current() is None
 
@@ -88,7 +70,7 @@ def test_records_are_a_ring(board: ScalingBoard) -> None:
     assert board.records(RECORDS_KEPT + 2, RECORDS_KEPT + 3) == [example_scale_record(RECORDS_KEPT + 3)]
 
 
-def test_what_another_version_wrote_reads_as_absent(store: DictStore, board: ScalingBoard) -> None:
+def test_what_another_version_wrote_reads_as_absent(store: MemoryStore, board: ScalingBoard) -> None:
     board.put_tuning(Tuning(BASE, {"max_replicas": 5}))
     (key,) = store.values
     for wrong in (b"", b"\xff", b"\x81\xa1x\x01"):

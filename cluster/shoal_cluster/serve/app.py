@@ -13,10 +13,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from shoal_cluster.config import ClusterConfig, ReplicaSettings
 from shoal_cluster.gateway_settings import with_keys
-from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
+from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS, ScaleConfig
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.gateway import Gateway
 from shoal_cluster.serve.rank_actors import DEVICE_RESOURCES, replica_bundles
+from shoal_cluster.serve.redeployment import first_count
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
 
@@ -50,7 +51,7 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=1,
         health_check_timeout_s=10,
         **_resources(replica),
-        autoscaling_config=_autoscaling(config),
+        autoscaling_config=_autoscaling(config.scale_config(), args),
         request_router_config=RequestRouterConfig(request_router_class=BlockRouter),
     )
     front = serve.deployment(Gateway).options(
@@ -81,13 +82,12 @@ def _actor(num_cpus: float, resources: dict[str, float]) -> dict[str, Any]:
     return {"num_cpus": num_cpus, "resources": resources, "runtime_env": {"env_vars": ENVIRONMENT}}
 
 
-def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
+def _autoscaling(settings: ScaleConfig, args: dict[str, Any]) -> AutoscalingConfig:
     """Serve's own bounds are wide and its delays zero: those of the policy can change without a new deployment."""
-    settings = config.scale_config()
     return AutoscalingConfig(
         min_replicas=0,
         max_replicas=MAX_REPLICAS,
-        initial_replicas=settings.min_replicas,
+        initial_replicas=first_count(args, settings),
         metrics_interval_s=1,
         look_back_period_s=2,
         upscale_delay_s=0,

@@ -23,7 +23,7 @@ from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.ray_store import RayStore
-from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
+from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
 from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
@@ -68,10 +68,13 @@ class BlockScaling:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         link = self._meet(context)
+        inbox = link.inbox
+        if inbox is None:  # bounds may have been tuned: the deployment's own must not stop replicas meanwhile
+            return context.target_num_replicas, {}
         now = time.time()
-        fresh = self._freshness.look({r.gateway_id: r.time_s for r in link.inbox.reports}, now, time.monotonic())
-        reports = [r for r in link.inbox.reports if r.gateway_id in fresh]
-        config = self._config(context, reports)
+        fresh = self._freshness.look({r.gateway_id: r.time_s for r in inbox.reports}, now, time.monotonic())
+        reports = [r for r in inbox.reports if r.gateway_id in fresh]
+        config = self._config(context, reports, inbox.tuning)
         reserved = Counter[str]()
         for report in reports:
             reserved.update(report.reserved_tokens)
@@ -110,14 +113,13 @@ class BlockScaling:
             aged.append(replace(row, age_s=min(max(age_s, limits[0]), limits[1])))
         return tuple(aged)
 
-    def _config(self, context: AutoscalingContext, reports: list[GatewayReport]) -> ScaleConfig:
+    def _config(self, context: AutoscalingContext, reports: list[GatewayReport], tuning: Tuning | None) -> ScaleConfig:
         """The settings in force: the gateways', tuned; bounds are scaled if Serve is told to run at part capacity."""
         if reports:
             self._base = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base
         config = self._base
-        tuning = self._link.inbox.tuning if self._link is not None else None
-        if tuning is not None and tuning.base == config:
-            config = config.tuned(tuning.changes)
+        if tuning is not None:
+            config = tuning.on(config)
         share = context.capacity_adjusted_max_replicas / context.config.max_replicas
         if share < 1:
             high = max(1, math.ceil(config.max_replicas * share))

@@ -48,6 +48,10 @@ class Tuning(msgspec.Struct, frozen=True):
     base: ScaleConfig
     changes: dict[str, float]
 
+    def on(self, base: ScaleConfig) -> ScaleConfig:
+        """The settings in force where those of the deployment are ``base``."""
+        return base.tuned(self.changes) if base == self.base else base
+
 
 class Store(Protocol):
     """A key-value store that all processes of the cluster share. Raises Unavailable when it cannot be reached."""

@@ -24,17 +24,17 @@ logger = logging.getLogger("ray.serve")
 class Inbox:
     """What the board held at the last exchange."""
 
-    reports: tuple[GatewayReport, ...] = ()
-    tuning: Tuning | None = None
+    reports: tuple[GatewayReport, ...]
+    tuning: Tuning | None
 
 
 class BoardLink:
-    """Exchanges news with the board once per PERIOD_S until stopped. ``inbox`` is replaced as a whole; ``tell`` never
-    waits.
+    """Exchanges news with the board at once and every PERIOD_S, until stopped. ``inbox`` is replaced as a whole and is
+    None before the first exchange; ``tell`` never waits.
     """
 
     def __init__(self, board: ScalingBoard) -> None:
-        self.inbox = Inbox()
+        self.inbox: Inbox | None = None
         self._board = board
         self._last: ScaleRecord | None = None
         self._unsent: deque[ScaleRecord] = deque()
@@ -58,11 +58,12 @@ class BoardLink:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(PERIOD_S):
+        while not self._stopped.is_set():
             try:
                 self.meet()
             except Unavailable:
                 logger.warning("no meeting at the scaling board; trying again", exc_info=True)
+            self._stopped.wait(PERIOD_S)
 
     def meet(self) -> None:
         """Write what is queued for the board, and read what is there."""
@@ -75,7 +76,8 @@ class BoardLink:
             self._unsent.popleft()
         if self._last is not None:
             self._board.put_current(replace(self._last, seq=self._seq))
-        self.inbox = Inbox(tuple(self._board.reports()), self._board.tuning())
-        written_s = {report.gateway_id: report.time_s for report in self.inbox.reports}
+        reports = self._board.reports()
+        self.inbox = Inbox(tuple(reports), self._board.tuning())
+        written_s = {report.gateway_id: report.time_s for report in reports}
         for gateway_id in written_s.keys() - self._gateways.look(written_s, time.time(), time.monotonic()):
             self._board.drop_report(gateway_id)

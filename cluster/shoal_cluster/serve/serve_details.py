@@ -1,9 +1,13 @@
-"""Asks Serve's controller for the state of its applications, without blocking the caller's event loop."""
+"""Asks Serve's controller for the state of its applications: what Ray's dashboard shows at ``/api/serve/applications``.
+
+Each raises Unavailable if the controller does not exist or cannot answer now.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -12,16 +16,32 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from shoal_replica.errors import Unavailable
 
+ANSWER_TIMEOUT_S = 10.0
+
 
 async def serve_details() -> Mapping[str, Any]:
-    """What Ray's dashboard shows at ``/api/serve/applications/``.
-
-    Raises:
-        Unavailable: the controller does not exist or cannot answer now.
-    """
-    try:
-        controller = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    """Without blocking the caller's event loop. Waits as long as its caller does."""
+    with _asking():
+        controller = await asyncio.to_thread(_controller)
         details: Mapping[str, Any] = await controller.get_serve_instance_details.remote()
+    return details
+
+
+def serve_details_now() -> Mapping[str, Any]:
+    """For where no event loop runs. Waits for ``ANSWER_TIMEOUT_S`` at most."""
+    with _asking():
+        asked = _controller().get_serve_instance_details.remote()
+        details: Mapping[str, Any] = ray.get(asked, timeout=ANSWER_TIMEOUT_S)
+    return details
+
+
+def _controller() -> Any:
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
     except (RayError, ValueError) as error:  # ValueError: no actor of that name
         raise Unavailable(f"Serve's controller does not answer: {error}") from None
-    return details

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal_cluster.policies.admission import AdmissionLimits, keep
+from shoal_cluster.policies.admission import AdmissionLimits, Queued, keep
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.objective import PrefillTime
@@ -155,7 +155,7 @@ def test_no_more_is_held_than_gateways_hold_while_no_replica_takes_requests() ->
     assert gateway.queue is not None
     assert (last := gateway.queue.last()) is not None
     candidates, num_others = gateway.view.candidates((), 30.0), len(gateway.queue) - 1
-    assert keep(last.query, candidates, limits, gateway.queue.num_tokens, num_others).admitted
+    assert keep(last.query, candidates, limits, Queued(gateway.queue.num_tokens, num_others)).admitted
     assert sum(outcome.refusal is not None for outcome in cluster.book.outcomes.values()) > 200
 
 

@@ -10,7 +10,9 @@ from fixtures.cluster_views import make_query, make_row, make_stats
 from shoal_cluster.policies.admission import (
     MAX_RETRY_S,
     MIN_RETRY_S,
+    NOTHING_QUEUED,
     AdmissionLimits,
+    Queued,
     admit,
     keep,
     lateness_s,
@@ -56,9 +58,9 @@ def test_promises_count_as_queued() -> None:
 
 def test_what_is_held_counts_by_its_tokens_before_and_by_all_its_requests() -> None:
     rows = Candidates.of([make_row("a"), make_row("b")])
-    assert admit(make_query(), rows, LIMITS, num_held_tokens=1998, num_held=18).admitted
-    assert not admit(make_query(), rows, LIMITS, num_held_tokens=2000).admitted
-    assert not admit(make_query(), rows, LIMITS, num_held=20).admitted
+    assert admit(make_query(), rows, LIMITS, Queued(1998, 18)).admitted
+    assert not admit(make_query(), rows, LIMITS, Queued(2000)).admitted
+    assert not admit(make_query(), rows, LIMITS, Queued(num_requests=20)).admitted
 
 
 def test_retry_after_is_the_excess_at_the_measured_pace() -> None:
@@ -76,7 +78,9 @@ def test_few_tokens_in_many_requests_take_as_long_as_the_requests_too_many() -> 
 def test_who_is_last_may_retry_when_what_waits_was_promised_is_held_and_was_refused_is_done() -> None:
     stats = make_stats(num_waiting=10, num_waiting_tokens=100, token_s=0.01)
     rows = Candidates.of([make_row(stats=stats, num_reserved=1, num_reserved_tokens=200)])
-    assert keep(make_query(), rows, LIMITS, 50, 1, 25).retry_after_s == pytest.approx((100 + 200 + 50 + 25) * 0.01)
+    assert keep(make_query(), rows, LIMITS, Queued(50, 1, 25)).retry_after_s == pytest.approx(
+        (100 + 200 + 50 + 25) * 0.01
+    )
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1000, MIN_RETRY_S), (10**9, MAX_RETRY_S)])
@@ -93,11 +97,11 @@ def test_a_request_may_wait_while_one_replica_could_keep_both_its_dates() -> Non
     for waited_s in (0.1, 0.4, 0.6, 3.0, 6.0):
         for deadline_in_s in (math.inf, 30.0, 4.5, 0.001):
             late_s = lateness_s(query, candidates, limits, waited_s, deadline_in_s)
-            answer = stay(query, candidates, limits, waited_s, 0.0, deadline_in_s)
+            answer = stay(query, candidates, limits, waited_s, NOTHING_QUEUED, deadline_in_s)
             assert answer.admitted == (late_s <= 0)
-    assert "its objective is lost" in stay(query, candidates, limits, 6.0, 0.0).reason
-    assert "its deadline is lost" in stay(query, candidates, limits, 0.1, 0.0, 0.0001).reason
-    assert "its objective or its deadline is lost" in stay(query, candidates, limits, 0.6, 0.0, 4.5).reason
+    assert "its objective is lost" in stay(query, candidates, limits, 6.0).reason
+    assert "its deadline is lost" in stay(query, candidates, limits, 0.1, NOTHING_QUEUED, 0.0001).reason
+    assert "its objective or its deadline is lost" in stay(query, candidates, limits, 0.6, NOTHING_QUEUED, 4.5).reason
 
 
 def test_nobody_is_late_while_the_pace_of_a_replica_is_unknown() -> None:
@@ -135,7 +139,9 @@ def test_a_queue_it_cannot_use_does_not_count() -> None:
 def test_a_late_one_may_retry_no_later_because_a_replica_has_just_joined() -> None:
     limits = AdmissionLimits(objective=LatencyObjective(ttft_s=0.1))
     busy, new = make_row("busy", stats=make_stats(token_s=0.001)), ReplicaView(replica_id="new", connected=True)
-    alone, beside = (stay(make_query(), Candidates.of(rows), limits, 9.0, 500.0) for rows in ([busy], [busy, new]))
+    alone, beside = (
+        stay(make_query(), Candidates.of(rows), limits, 9.0, Queued(500)) for rows in ([busy], [busy, new])
+    )
     assert alone.retry_after_s == beside.retry_after_s == pytest.approx(0.5)
 
 

@@ -15,7 +15,7 @@ from fixtures.cluster_views import make_query, make_stats
 from fixtures.fake_serve import ask, serving
 from fixtures.waiting import until
 
-from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.admission import AdmissionLimits, Queued
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig
@@ -160,6 +160,16 @@ async def test_who_is_too_late_is_told_when_those_that_were_refused_are_done() -
     assert refused.value.retry_after_s == pytest.approx(8.0)
 
 
+async def test_who_is_too_late_is_told_when_the_other_gateways_are_done_as_well() -> None:
+    gateway = Gateway(AdmissionLimits(objective=LatencyObjective(ttft_s=0.5)), 4, a=BUSY)
+    gateway.enter("held", 1600)
+    late = PendingRequest(query=make_query(request_id="late"), arrival_s=time.monotonic() - 50.0)
+    with pytest.raises(ResourceExhausted) as refused:
+        gateway.dispatcher.desk.time_left_s(late)
+    assert refused.value.retry_after_s == pytest.approx(4 * 1.6)
+    check_replay(gateway, "late")
+
+
 async def test_what_is_cached_of_a_refused_prompt_does_not_come_back() -> None:
     gateway = Gateway(AdmissionLimits(max_waiting_requests=1), a=BUSY)
     gateway.enter("held")
@@ -174,7 +184,7 @@ async def test_what_is_cached_of_a_refused_prompt_does_not_come_back() -> None:
 async def test_other_gateways_hold_and_refuse_as_much_as_this_one() -> None:
     desk = Gateway(AdmissionLimits(), 4, a=BUSY).dispatcher.desk
     desk._returning.note(1000, time.monotonic() + 60.0)
-    assert desk._share(10, 2) == (40, 8, 4000)
+    assert desk._at_all_gateways(10, 2) == Queued(40, 8, 4000)
 
 
 @pytest.mark.parametrize(("num_gateways", "by_tokens", "by_number"), [(1, 50, 50), (4, 13, 13)])
@@ -201,6 +211,16 @@ async def test_while_there_is_no_replica_the_last_has_to_go() -> None:
     check_replay(gateway, "bulk4")
     with pytest.raises(ResourceExhausted, match="and 5 wait already"):
         gateway.enter("late", priority=10)
+
+
+@pytest.mark.parametrize(("num_gateways", "num_held"), [(1, 10), (4, 2)])
+async def test_gateways_share_the_limit_of_tokens_while_there_is_no_replica(num_gateways: int, num_held: int) -> None:
+    gateway = Gateway(AdmissionLimits(max_waiting_tokens=1600), num_gateways, a=BUSY)
+    gateway.ledger.view.disconnect("a")
+    for number in range(num_held):
+        gateway.enter(f"call{number}")
+    with pytest.raises(ResourceExhausted, match="no replica can take requests now"):
+        gateway.enter("more")
 
 
 async def test_a_request_for_the_large_replica_waits_while_that_is_away() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
-from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord
+from shoal_cluster.policies.admission import NOTHING_QUEUED, Admission, AdmissionLimits, AdmissionRecord
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.look import Considered, Look
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED
@@ -117,7 +117,7 @@ def test_a_refusal_among_calls_of_which_nothing_is_kept_is_found() -> None:
 
 def test_refusals_with_records_take_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     log = RouteLog()
-    full = AdmissionRecord(QUERY, CANDIDATES, AdmissionLimits(), 0, 0, None, 5.0, Admission(False, "full", 1.0))
+    full = AdmissionRecord(QUERY, CANDIDATES, AdmissionLimits(), NOTHING_QUEUED, Admission(False, "full", 1.0))
     one = BYTES_PER_HASH * len(QUERY.block_hashes) + CANDIDATES.num_bytes
     monkeypatch.setattr(route_log, "MAX_REFUSAL_BYTES", 3 * one)
     monkeypatch.setattr(route_log, "BYTES_PER_STATS", 0)

@@ -34,6 +34,27 @@ class AdmissionLimits:
 NO_LIMITS = AdmissionLimits()
 
 
+class Queued(NamedTuple):
+    """What waits besides one request: prompt tokens to compute of requests held at gateways, how many requests those
+    are, and prompt tokens to compute of requests that were refused lately and told when to come back.
+    """
+
+    num_tokens: int = 0
+    num_requests: int = 0
+    num_refused_tokens: int = 0
+
+    def at_all(self, num_gateways: int) -> Queued:
+        """Over ``num_gateways``: the others are taken to have as much as this one."""
+        return Queued(*(num_gateways * count for count in self))
+
+    def may_be_full(self, limits: AdmissionLimits) -> bool:
+        """Whether it is so much that ``keep`` might let the last request in order go, where few replicas take any."""
+        return self.num_requests >= limits.max_waiting_requests or self.num_tokens > limits.max_waiting_tokens
+
+
+NOTHING_QUEUED = Queued()
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The answer.
@@ -54,47 +75,38 @@ def admit(
     query: RouteQuery,
     candidates: Candidates,
     limits: AdmissionLimits,
-    num_held_tokens: float = 0,
-    num_held: int = 0,
-    num_refused_tokens: float = 0,
+    queued: Queued = NOTHING_QUEUED,
 ) -> Admission:
     """Admit ``query``, which has just come, if some replica that can ever hold it has a queue under ``limits``.
 
-    Reservations count as queued. So does each replica's part of ``num_held_tokens``, which other requests held at the
-    gateways have to compute before it, and of ``num_held``, the number of these requests. Whether it can be in time
-    only shows while it waits, see ``stay``. A refused request is told when there will be room for it behind those
-    refused lately, which come back with ``num_refused_tokens``.
+    Reservations count as queued. So does each replica's part of ``queued``, the requests held at the gateways that go
+    before it. Whether it can be in time only shows while it waits, see ``stay``. A refused request is told when there
+    will be room for it behind those refused lately.
     """
     told = candidates.told
     if reason := misfit(query, candidates):
         return Admission(False, reason, never_fits=True)
     eligible = is_eligible(query, candidates).nonzero()[0]
     if not eligible.size:
-        return Admission(False, f"no replica can take requests now, and {num_held} wait already", NO_REPLICA_RETRY_S)
+        return _none_takes_any(queued)
     sent = told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    queued = sent + np.float64(num_held_tokens / eligible.size)
-    excess = _excess_tokens(candidates, queued, num_held / eligible.size, limits)[eligible]
+    tokens = sent + np.float64(queued.num_tokens / eligible.size)
+    excess = _excess_tokens(candidates, tokens, queued.num_requests / eligible.size, limits)[eligible]
     best = int(excess.argmin())
     if excess[best] > 0:
         reason = (
             f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_tokens} tokens "
             f"or {limits.max_waiting_requests} requests each)"
         )
-        ahead = excess + num_refused_tokens / eligible.size
+        ahead = excess + queued.num_refused_tokens / eligible.size
         return Admission(False, reason, _retry_after_s(float((ahead * _token_s(candidates)[eligible]).min())))
     return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
 
 
-def keep(
-    query: RouteQuery,
-    candidates: Candidates,
-    limits: AdmissionLimits,
-    num_held_tokens: float,
-    num_held: int,
-    num_refused_tokens: float = 0,
-) -> Admission:
-    """Whether the last request in order may stay in the queue beside ``num_held`` others: as long as some replica that
-    can ever hold it has no more than its part of them. If none takes requests, no more wait than one may hold.
+def keep(query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, queued: Queued) -> Admission:
+    """Whether the last request in order may stay in the queue beside the others that are ``queued``: as long as some
+    replica that can ever hold it has no more than its part of them. If none takes requests, no more wait than one may
+    hold.
 
     Only the number counts: tokens do when a request comes, see ``admit``. A refused one is told when all that is held
     and was refused lately is worked off.
@@ -102,17 +114,15 @@ def keep(
     told = candidates.told
     eligible = is_eligible(query, candidates).nonzero()[0]
     if not eligible.size:
-        if num_held < limits.max_waiting_requests and num_held_tokens <= limits.max_waiting_tokens:
-            return Admission(True, "it waits for a replica")
-        return Admission(False, f"no replica can take requests now, and {num_held} wait already", NO_REPLICA_RETRY_S)
-    requests = (told["num_waiting"] + candidates.num_reserved)[eligible] + num_held / eligible.size
-    if (requests < limits.max_waiting_requests).any():
-        return Admission(True, f"{num_held} others wait at the gateways")
+        return _none_takes_any(queued) if queued.may_be_full(limits) else Admission(True, "it waits for a replica")
+    sent = (told["num_waiting"] + candidates.num_reserved)[eligible]
+    if (sent + queued.num_requests / eligible.size < limits.max_waiting_requests).any():
+        return Admission(True, f"{queued.num_requests} others wait at the gateways")
     reason = (
         f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_requests} requests "
         "each) and all others go before it"
     )
-    return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens + num_refused_tokens))
+    return Admission(False, reason, _late_retry_after_s(candidates, queued))
 
 
 def stay(
@@ -120,13 +130,11 @@ def stay(
     candidates: Candidates,
     limits: AdmissionLimits,
     waited_s: float,
-    num_held_tokens: float,
+    queued: Queued = NOTHING_QUEUED,
     deadline_in_s: float = math.inf,
 ) -> Admission:
     """Whether a request that has been held for ``waited_s`` may go on waiting: as long as some replica could still
-    meet both its objective and its deadline.
-
-    ``num_held_tokens``, of all held requests, determines when a refused one may try again.
+    meet both its objective and its deadline. If not, ``queued`` says when it may try again.
     """
     if lateness_s(query, candidates, limits, waited_s, deadline_in_s) <= 0:
         return Admission(True, f"it has waited {waited_s:.1f} s and may go on")
@@ -141,7 +149,7 @@ def stay(
     elif lateness_s(query, candidates, NO_LIMITS, waited_s, deadline_in_s) > 0:
         what = "deadline"
     reason = f"no replica could start it in time: it has waited {waited_s:.1f} s and its {what} is lost"
-    return Admission(False, reason, _late_retry_after_s(candidates, num_held_tokens))
+    return Admission(False, reason, _late_retry_after_s(candidates, queued))
 
 
 class AdmissionRecord(NamedTuple):
@@ -152,21 +160,17 @@ class AdmissionRecord(NamedTuple):
     query: RouteQuery
     replicas: Candidates
     limits: AdmissionLimits
-    num_held_tokens: float
-    num_held: int
-    waited_s: float | None
-    deadline_in_s: float
+    queued: Queued
     admission: Admission
-    num_refused_tokens: float = 0.0
+    waited_s: float | None = None
+    deadline_in_s: float = math.inf
     was_last: bool = False
 
     def replay(self) -> Admission:
         """Answer again from the record: equal to ``admission``."""
         if self.waited_s is not None:
-            waited = self.waited_s, self.num_held_tokens
-            return stay(self.query, self.replicas, self.limits, *waited, self.deadline_in_s)
-        held = self.num_held_tokens, self.num_held, self.num_refused_tokens
-        return (keep if self.was_last else admit)(self.query, self.replicas, self.limits, *held)
+            return stay(self.query, self.replicas, self.limits, self.waited_s, self.queued, self.deadline_in_s)
+        return (keep if self.was_last else admit)(self.query, self.replicas, self.limits, self.queued)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:
@@ -201,16 +205,22 @@ def lateness_s(
     return float((own_s - left_s)[eligible].min())
 
 
-def _late_retry_after_s(candidates: Candidates, num_held_tokens: float) -> float:
+def _none_takes_any(queued: Queued) -> Admission:
+    reason = f"no replica can take requests now, and {queued.num_requests} wait already"
+    return Admission(False, reason, NO_REPLICA_RETRY_S)
+
+
+def _late_retry_after_s(candidates: Candidates, queued: Queued) -> float:
     """When a request that was held too long may try again: by then the replicas of which something is known have worked
-    off what waits now.
+    off what waits now and what was refused lately.
     """
     known = candidates.told["known"]
     if not known.any():
         return NO_REPLICA_RETRY_S
     ahead = (candidates.told["num_waiting_tokens"] + candidates.num_reserved_tokens)[known]
     token_s = _token_s(candidates)[known]
-    return _retry_after_s(float((ahead * token_s).mean() + num_held_tokens * token_s.mean() / token_s.size))
+    num_tokens = queued.num_tokens + queued.num_refused_tokens
+    return _retry_after_s(float((ahead * token_s).mean() + num_tokens * token_s.mean() / token_s.size))
 
 
 def _token_s(candidates: Candidates) -> Amounts:

@@ -7,9 +7,11 @@ import time
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.admission import (
+    NOTHING_QUEUED,
     Admission,
     AdmissionLimits,
     AdmissionRecord,
+    Queued,
     admit,
     keep,
     lateness_s,
@@ -19,7 +21,7 @@ from shoal_cluster.policies.admission import (
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue
-from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_tokens
+from shoal_cluster.policies.ranking import is_eligible, uncached_tokens
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
@@ -54,9 +56,7 @@ class AdmissionDesk:
         candidates = self._ledger.view.candidates((), time.monotonic())
         if reason := misfit(pending.query, candidates):
             admission = Admission(False, reason, never_fits=True)
-            self._obey(
-                AdmissionRecord(pending.query, candidates, self.limits, 0, 0, None, math.inf, admission), pending
-            )
+            self._obey(AdmissionRecord(pending.query, candidates, self.limits, NOTHING_QUEUED, admission), pending)
 
     def check_room(self, pending: PendingRequest) -> None:
         """Raise ResourceExhausted if a newcomer, which is in the queue and cannot start at once, must not wait because
@@ -66,26 +66,24 @@ class AdmissionDesk:
         candidates = self._ledger.view.candidates(query.block_hashes, now)
         self._queue.know_match(query.request_id, candidates)
         if self.can_take(pending):
-            held = self._share(*self._queue.before(query.request_id))
-            admission = admit(query, candidates, self.limits, *held)
-            self._obey(_record(query, candidates, self.limits, held, admission), pending)
+            queued = self._at_all_gateways(*self._queue.before(query.request_id))
+            admission = admit(query, candidates, self.limits, queued)
+            self._obey(AdmissionRecord(query, candidates, self.limits, queued, admission), pending)
 
     def overflow(self) -> tuple[PendingRequest, ShoalError] | None:
         """The request that must leave because more is held than may be, and what its client is told: the last in order,
         whichever came last.
         """
-        num_others = len(self._queue) - 1
-        is_small = self._ledger.num_gateways * num_others < self.limits.max_waiting_requests
-        if not num_others or (is_small and self._queue.num_tokens <= self.limits.max_waiting_tokens):
-            return None
-        if (last := self._queue.last()) is None:
+        limits, num_others = self.limits, len(self._queue) - 1
+        queued = self._at_all_gateways(self._queue.num_tokens, num_others)
+        if not num_others or not queued.may_be_full(limits) or (last := self._queue.last()) is None:
             return None
         candidates = self._ledger.view.candidates(last.query.block_hashes, time.monotonic())
-        held = self._share(self._queue.num_tokens, num_others)
-        admission = keep(last.query, candidates, self.limits, *held)
+        admission = keep(last.query, candidates, limits, queued)
         if admission.admitted:
             return None
-        return last, self._error(_record(last.query, candidates, self.limits, held, admission, was_last=True), last)
+        record = AdmissionRecord(last.query, candidates, limits, queued, admission, was_last=True)
+        return last, self._error(record, last)
 
     def time_left_s(self, pending: PendingRequest) -> float:
         """Seconds until a held request's objective or deadline is lost. Once one is, raises what its client is told."""
@@ -97,9 +95,9 @@ class AdmissionDesk:
         candidates = self._ledger.view.candidates(query.block_hashes, now)
         late_s = lateness_s(query, candidates, limits, waited_s, left_s)
         if late_s > 0:
-            held = self._queue.num_tokens + self._returning.num_tokens(now), len(self._queue)
-            admission = stay(query, candidates, limits, waited_s, held[0], left_s)
-            self._obey(AdmissionRecord(query, candidates, limits, *held, waited_s, left_s, admission), pending)
+            queued = self._at_all_gateways(self._queue.num_tokens, len(self._queue))
+            admission = stay(query, candidates, limits, waited_s, queued, left_s)
+            self._obey(AdmissionRecord(query, candidates, limits, queued, admission, waited_s, left_s), pending)
         return -late_s
 
     def unavailable(self, pending: PendingRequest, reason: str) -> ShoalError:
@@ -107,13 +105,9 @@ class AdmissionDesk:
         candidates = self._ledger.view.candidates(pending.query.block_hashes, time.monotonic())
         return self._refused(pending, candidates, Unavailable(reason))
 
-    def _share(self, num_tokens: int, num_requests: int) -> tuple[int, int, int]:
-        """What is held, as many requests as that, and the tokens that were told to come back, over all gateways: the
-        others are taken to have as much as this one.
-        """
-        num_gateways = self._ledger.num_gateways
-        num_refused = self._returning.num_tokens(time.monotonic())
-        return num_gateways * num_tokens, num_gateways * num_requests, num_gateways * num_refused
+    def _at_all_gateways(self, num_tokens: int, num_requests: int) -> Queued:
+        queued = Queued(num_tokens, num_requests, self._returning.num_tokens(time.monotonic()))
+        return queued.at_all(self._ledger.num_gateways)
 
     def _obey(self, record: AdmissionRecord, pending: PendingRequest) -> None:
         """Raise the error that the client gets if the request was refused."""
@@ -148,17 +142,3 @@ class AdmissionDesk:
         request_id = pending.query.request_id
         self._ledger.routes.refuse(Refusal.of(error, time.time(), request_id, terms, record))
         return error
-
-
-def _record(
-    query: RouteQuery,
-    candidates: Candidates,
-    limits: AdmissionLimits,
-    held: tuple[int, int, int],
-    admission: Admission,
-    *,
-    was_last: bool = False,
-) -> AdmissionRecord:
-    num_tokens, num_requests, num_refused_tokens = held
-    ahead = num_tokens, num_requests, None, math.inf
-    return AdmissionRecord(query, candidates, limits, *ahead, admission, num_refused_tokens, was_last)

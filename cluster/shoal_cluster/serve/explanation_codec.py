@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord
+from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord, Queued
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.objective import LatencyObjective
@@ -31,7 +31,7 @@ Part = TypeVar("Part", pb.RouteRecord, pb.Refusal)
 _HELD_SCALARS = ("time_s", "request_id", "waited_s", "number", "num_held")  # under the same names in the proto
 _REFUSAL_SCALARS = ("time_s", "request_id", "reason", "retry_after_s")
 _LIMIT_SCALARS = ("max_waiting_tokens", "max_waiting_requests", "pair_s")
-_HELD_BESIDE = ("num_held_tokens", "num_held", "deadline_in_s", "num_refused_tokens", "was_last")
+_WAIT_SCALARS = ("deadline_in_s", "was_last")
 _ADMISSION_SCALARS = ("admitted", "reason", "never_fits", "never_in_time")
 
 
@@ -102,10 +102,13 @@ def _admission_to_proto(record: AdmissionRecord) -> pb.AdmissionRecord:
         query=query_to_proto(record.query),
         replicas=map(view_to_proto, record.replicas.views()),
         objective=None if objective is None else pb.LatencyObjective(**asdict(objective)),
+        num_held_tokens=record.queued.num_tokens,
+        num_held=record.queued.num_requests,
+        num_refused_tokens=record.queued.num_refused_tokens,
         waited_s=record.waited_s,
         retry_after_s=record.admission.retry_after_s,
         **_named(record.limits, _LIMIT_SCALARS),
-        **_named(record, _HELD_BESIDE),
+        **_named(record, _WAIT_SCALARS),
         **_named(record.admission, _ADMISSION_SCALARS),
     )
 
@@ -118,12 +121,13 @@ def _admission_from_proto(record: pb.AdmissionRecord) -> AdmissionRecord:
         query=query_from_proto(record.query),
         replicas=Candidates.of(map(view_from_proto, record.replicas)),
         limits=AdmissionLimits(objective=objective, **_named(record, _LIMIT_SCALARS)),
+        queued=Queued(int(record.num_held_tokens), record.num_held, int(record.num_refused_tokens)),
         waited_s=record.waited_s if record.HasField("waited_s") else None,
         admission=Admission(
             retry_after_s=record.retry_after_s if record.HasField("retry_after_s") else None,
             **_named(record, _ADMISSION_SCALARS),
         ),
-        **_named(record, _HELD_BESIDE),
+        **_named(record, _WAIT_SCALARS),
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from shoal_cluster.policies.admission import admit, keep, lateness_s, misfit, stay
+from shoal_cluster.policies.admission import NOTHING_QUEUED, Queued, admit, keep, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY
@@ -100,8 +100,8 @@ class SimGateway:
                 self._look_whether_late(request.request_id, query)
                 return
         candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
-        num_before = (0, 0) if self.queue is None else self.queue.before(request.request_id)
-        admission = admit(query, candidates, config.limits, *(config.num_gateways * count for count in num_before))
+        queued = NOTHING_QUEUED if self.queue is None else Queued(*self.queue.before(request.request_id))
+        admission = admit(query, candidates, config.limits, queued.at_all(config.num_gateways))
         if not admission.admitted:
             self._refuse(request.request_id, admission.reason)
         elif self.queue is None:
@@ -112,14 +112,11 @@ class SimGateway:
 
     def _push_out(self, queue: PendingQueue) -> None:
         """Refuse the last request in order if more is held than may be; see ``AdmissionDesk.overflow``."""
-        num_gateways, num_others, limits = self._config.num_gateways, len(queue) - 1, self._config.limits
-        is_small = num_gateways * num_others < limits.max_waiting_requests
-        if not num_others or (is_small and queue.num_tokens <= limits.max_waiting_tokens):
+        limits, num_others = self._config.limits, len(queue) - 1
+        queued = Queued(queue.num_tokens, num_others).at_all(self._config.num_gateways)
+        if not num_others or not queued.may_be_full(limits) or (last := queue.last()) is None:
             return
-        if (last := queue.last()) is None:
-            return
-        candidates = self.view.candidates((), self._loop.now)
-        admission = keep(last.query, candidates, limits, num_gateways * queue.num_tokens, num_gateways * num_others)
+        admission = keep(last.query, self.view.candidates((), self._loop.now), limits, queued)
         if not admission.admitted:
             self._refuse(last.query.request_id, admission.reason)
 
@@ -132,7 +129,7 @@ class SimGateway:
         if self.queue is None or limits.objective is None or request_id not in self.queue or outcome.num_output_tokens:
             return
         waited_s, candidates = now - outcome.arrival_s, self.view.candidates(query.block_hashes, now)
-        admission = stay(query, candidates, limits, waited_s, 0)
+        admission = stay(query, candidates, limits, waited_s)
         if admission.admitted:
             left_s = -lateness_s(query, candidates, limits, waited_s)
             self._loop.after(min(left_s, LOOK_S) + MIN_WAKE_S, partial(self._look_whether_late, request_id, query))

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -24,7 +24,9 @@ from fixtures.waiting import DEADLINE_S, until
 from msgspec import structs
 
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.call import ClusterRow, ModelRow, ReplicaRow
+from shoal_cluster.serve.dashboard import state as dashboard_state
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.page import FOLDER, STATIC, UPDATE_PERIOD_S
 from shoal_cluster.serve.dashboard.roster import roster
@@ -32,6 +34,7 @@ from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import MAX_UPDATE_BYTES, NUM_ROUTES
 from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
 from shoal_cluster.serve.http.api import build_http_app
+from shoal_replica.errors import NotFound
 
 MAX_PAGE_BYTES = 250_000
 # XML namespaces are names: nothing is fetched by them.
@@ -171,6 +174,40 @@ class ManyAdapters(FakeCore):
     def cluster(self) -> ClusterRow:
         rows = tuple(ModelRow(f"adapter-{i:02}", 1, i) for i in range(40))
         return replace(CLUSTER, models=(ModelRow("model", 4), *rows))
+
+
+@dataclass(slots=True)
+class SlowMaps(FakeCore):
+    """Tells of a replica's blocks when ``told`` is set, and counts how often it was asked."""
+
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    num_asked: int = 0
+
+    async def block_map(self, replica_id: str) -> BlockMap:
+        self.num_asked += 1
+        await self.told.wait()
+        return await FakeCore.block_map(self, replica_id)
+
+
+async def test_viewers_of_a_replicas_blocks_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_state, "MAP_AGE_S", 0.05)
+    core = SlowMaps()
+    state, name = DashboardState(core), core.cluster().replicas[0].replica_id
+    viewers = [asyncio.create_task(state.block_map(name)) for _ in range(3)]
+    await asyncio.sleep(0)
+    viewers[0].cancel()
+    await asyncio.sleep(0.1)  # an answer is as old as its coming, not as the question
+    core.told.set()
+    one, other = await asyncio.gather(*viewers[1:])
+    assert one is other is await state.block_map(name)
+    assert core.num_asked == 1
+    async with asyncio.timeout(DEADLINE_S):
+        while await state.block_map(name) is one:  # noqa: ASYNC110 - it does not call us
+            await asyncio.sleep(0.01)
+    for _ in range(2):
+        with pytest.raises(NotFound):
+            await state.block_map("nobody")
+    assert core.num_asked == 4
 
 
 def test_of_many_adapters_those_that_are_asked_for_most_are_shown() -> None:

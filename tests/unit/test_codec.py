@@ -89,6 +89,12 @@ def test_cluster_carries_the_sums_of_the_ledger() -> None:
     assert not cluster.replicas[1].HasField("stats")
 
 
+def test_of_a_gateway_that_is_older_or_newer_what_it_does_not_tell_is_usual():
+    told = control_pb2.ReplicaView(replica_id="a", role="verify")
+    view = control_codec.view_from_proto(told)
+    assert (view.role, view.slowness) == ("", 1.0)
+
+
 def test_a_record_replays_after_the_journey() -> None:
     record = control_codec.route_record_from_proto(control_codec.route_record_to_proto(example_record()))
     assert record.replay() == record.decision == example_record().decision

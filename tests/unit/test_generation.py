@@ -306,6 +306,21 @@ async def test_a_lost_replica_leaves_no_gap_and_no_repeat(lose: Lose, n: int) ->
             assert all(r.decision.ranked[0] != name for r in serve.ledger.routes.of_call("call")[1:])
 
 
+@pytest.mark.parametrize("is_caching", [True, False])
+async def test_where_nothing_is_cached_a_resumed_call_asks_for_no_blocks(is_caching: bool) -> None:
+    async with serving("a", "b") as serve:
+        request = make_request("call", PROMPT[:3], max_tokens=40)  # shorter than a block
+        async with streaming(serve.generation(request, is_caching=is_caching)) as chunks:
+            for _ in range(20):
+                await anext(chunks)
+            await serve.leave(serve.taken_by("call")).die()
+            async for _ in chunks:
+                pass
+        first, second = serve.ledger.routes.of_call("call")
+        assert not first.query.block_hashes
+        assert bool(second.query.block_hashes) == is_caching
+
+
 async def test_a_replica_that_leaves_finishes_what_it_runs() -> None:
     async with serving("a", "b") as serve:
         answer = Answer()

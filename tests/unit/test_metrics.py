@@ -207,6 +207,20 @@ def test_placements_that_others_go_on_from_are_counted_by_why() -> None:
     assert {point.labels[1]: point.value for point in points} == {"prefilled": 1, "moved": 2}
 
 
+def test_a_placement_lasts_until_a_replica_has_taken_the_request() -> None:
+    metrics = gateway_metrics()
+    for legs in ((LegTimes(0.0, end="refused"), LegTimes(0.5, routed_s=3.0), LegTimes(4.0, routed_s=5.0)), ()):
+        record = CallRecord(
+            request_id="r", outcome=RequestOutcome.FINISHED, time_s=0.0, arrived_s=1.0, ended_s=6.0, legs=legs
+        )
+        metrics.add_call(record)
+        assert record.placement_s == (2.0 if legs else None)
+    points = [p for p in metrics.points((), ViewQuality(), PrefixIndex()) if p.family is d.PLACEMENT]
+    (told,) = [point.value for point in points]
+    assert isinstance(told, Histogram)
+    assert (sum(told.counts), told.sum) == (1, 2.0)
+
+
 def test_requests_and_tokens_count_for_the_model_or_adapter_that_served_them() -> None:
     metrics = gateway_metrics()
     usage = replace(USAGE, num_prompt_tokens=10, num_cached_tokens=4, num_output_tokens=7)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from typing import cast
@@ -109,6 +110,9 @@ async def _open(core: _Core, face: Face) -> AsyncIterator[int]:
     await ingress.close(core.observer.drain(LONGEST_S))
 
 
+_query = partial(RouteQuery.for_request, block_size=BLOCK_SIZE)
+
+
 class _Core:
     """A gateway without Ray Serve: calls go straight to the one replica; everything else is the real code."""
 
@@ -127,8 +131,7 @@ class _Core:
                 prompt_token_ids=call.token_ids or (),
                 sampling_params=call.sampling_params,
             )
-            query = RouteQuery.for_request(request, BLOCK_SIZE)
-            generation = Generation(request, query, self._ledger, self._place, self._tokenizer, LONGEST_S, watch.times)
+            generation = Generation(request, _query, self._ledger, self._place, self._tokenizer, LONGEST_S, watch.times)
             watch.usage = generation.usage
             async with aclosing(cast("AsyncGenerator[Chunk, None]", generation.chunks(LONGEST_S))) as chunks:
                 async for chunk in chunks:

@@ -238,6 +238,10 @@ class Candidates:
         count: int = self.num_matched_blocks.item(self.place(replica_id))
         return count
 
+    def age_of(self, replica_id: str) -> float:
+        """``age_s`` of one replica. Raises ValueError if it is not in the snapshot."""
+        return max(0.0, self.now - self.updated_s.item(self.place(replica_id)))
+
     def views(self) -> tuple[ReplicaView, ...]:
         """All rows."""
         return tuple(map(self._row, range(len(self))))

@@ -99,10 +99,8 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     decision = rank(query, candidates, rng, score, explain)
     if not decision.ranked:
         return decision
-    best = candidates.replica_ids.index(decision.ranked[0])
-    reason = (
-        f"{decision.reason}; {candidates.num_matched_blocks[best]} of {len(query.block_hashes)} prompt blocks cached"
-    )
+    num_cached = candidates.matched_by(decision.ranked[0])
+    reason = f"{decision.reason}; {num_cached} of {len(query.block_hashes)} prompt blocks cached"
     if (offer := best_offer(candidates, decision.ranked[0])) is not None:  # it may give them
         reason += f", {offer.num_blocks} at {offer.replica_id}"
     if query.spared:

@@ -53,3 +53,9 @@ class CallRecord:
     @property
     def duration_s(self) -> float:
         return self.ended_s - self.arrived_s
+
+    @property
+    def placement_s(self) -> float | None:
+        """From its arrival until it went to the first replica that took it; None if none did."""
+        routed_s = next((leg.routed_s for leg in self.legs if leg.routed_s is not None), None)
+        return None if routed_s is None else routed_s - self.arrived_s

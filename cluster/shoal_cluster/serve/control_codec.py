@@ -229,7 +229,9 @@ def view_to_proto(view: ReplicaView) -> pb.ReplicaView:
 
 def view_from_proto(view: pb.ReplicaView) -> ReplicaView:
     stats = _stats_from_proto(view.stats) if view.HasField("stats") else None
-    return ReplicaView(stats=stats, **{name: getattr(view, name) for name in _VIEW_SCALARS})
+    scalars = {name: getattr(view, name) for name in _VIEW_SCALARS}
+    scalars["role"], scalars["slowness"] = _phase(view.role), view.slowness or 1.0
+    return ReplicaView(stats=stats, **scalars)
 
 
 def _replica_to_proto(row: ReplicaRow) -> pb.Replica:
@@ -256,7 +258,7 @@ def _replica_from_proto(replica: pb.Replica) -> ReplicaRow:
         num_reserved_blocks=replica.num_reserved_blocks,
         connected=replica.connected,
         stalled=replica.stalled,
-        slowness=replica.slowness,
+        slowness=replica.slowness or 1.0,
         role=_phase(replica.role),
         start_report=replica.start_report,
     )

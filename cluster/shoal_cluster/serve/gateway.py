@@ -164,12 +164,10 @@ class Gateway:
             request, readers, shown = await self._requests.make(call, adapter, arrived_s, self._max_model_len())
             if self._ledger.routes.of_call(call.request_id):
                 raise InvalidArgument("request_id", call.request_id, "must not have been used before")
-            replica = self._config.replica
-            query = RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
-            self._scaling.meter.arrive(query.num_prompt_tokens)
+            self._scaling.meter.arrive(request.num_prompt_tokens)
             generation = Generation(
                 request,
-                query,
+                self._query,
                 self._ledger,
                 self._place,
                 self._tokenizer,
@@ -186,6 +184,10 @@ class Gateway:
                         watch.take(chunk)
                         for each in readers.read(chunk):
                             yield each
+
+    def _query(self, request: Request) -> RouteQuery:
+        replica = self._config.replica
+        return RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)

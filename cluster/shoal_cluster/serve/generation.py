@@ -36,14 +36,14 @@ Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the ca
 class Generation:
     """Runs one request. Iterate ``chunks()`` once; close the iterator to cancel.
 
-    ``times`` is notified of every token; the deadline counts from its ``arrived_s``. ``shown`` are special tokens that
-    are text.
+    ``make_query`` says what places a request. ``times`` is notified of every token; the deadline counts from its
+    ``arrived_s``. ``shown`` are special tokens that are text.
     """
 
     def __init__(
         self,
         request: Request,
-        query: RouteQuery,
+        make_query: Callable[[Request], RouteQuery],
         ledger: GatewayLedger,
         place: Place,
         tokenizer: Tokenizer,
@@ -54,7 +54,8 @@ class Generation:
     ) -> None:
         self._avoided = Avoided(ledger, adapters, request.adapter, placement_timeout_s)
         self._request = request
-        self._query = query
+        self._make_query = make_query
+        self._query = make_query(request)
         self._ledger = ledger
         self._place = place
         self._placement_timeout_s = placement_timeout_s
@@ -229,9 +230,7 @@ class Generation:
         if self._num_legs > 1:
             request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
             if request.output_token_ids:
-                is_short = query.num_prompt_tokens < query.block_size
-                is_caching = bool(query.block_hashes) or is_short or self._request.is_scored
-                query = RouteQuery.for_request(request, query.block_size, is_caching)
+                query = self._make_query(request)
             query = self._ledger.moves.with_blocks(replace(query, request_id=request.request_id))
         if excluded:
             query = replace(query, excluded=frozenset(excluded))

@@ -53,7 +53,6 @@ def call_fields(record: CallRecord) -> dict[str, object]:
     """
     usage = record.usage
     leg = record.legs[-1] if record.legs else None
-    routed_s = record.legs[0].routed_s if record.legs else None
     values: dict[str, object] = {
         "time": _iso(record.time_s + record.duration_s),
         "request_id": record.request_id,
@@ -68,7 +67,7 @@ def call_fields(record: CallRecord) -> dict[str, object]:
         "num_cached_tokens": usage.num_cached_tokens if usage is not None else None,
         "num_output_tokens": usage.num_output_tokens if usage is not None else None,
         "num_resumes": usage.num_resumes if usage is not None else None,
-        "placement_s": routed_s - record.arrived_s if routed_s is not None else None,
+        "placement_s": record.placement_s,
         "queue_s": leg.queue_s if leg is not None else None,
         "ttft_s": record.ttft_s,
         "inter_token_s": record.inter_token_s or None,

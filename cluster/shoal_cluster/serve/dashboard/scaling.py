@@ -47,7 +47,7 @@ def scaling_now(row: ScalingRow, num_marks: int) -> Scaling:
         looked_s=None if current is None else round(current.time_s, 1),
         settings=tunable(row.config),
         tuned=row.tuned,
-        marks=tuple(mark(record) for record in row.records[-num_marks:]),
+        marks=tuple(mark(record) for record in row.records[max(0, len(row.records) - num_marks) :]),
     )
 
 

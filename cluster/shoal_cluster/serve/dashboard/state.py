@@ -31,7 +31,7 @@ class DashboardState:
         self._core = core
         self._meter = Meter()
         self._tally = Tally()
-        self._maps: dict[str, tuple[float, BlockMap]] = {}
+        self._maps: dict[str, asyncio.Task[BlockMap]] = {}  # asked for, or no older than MAP_AGE_S
         self.history = History()
 
     def update(self) -> bytes:
@@ -58,13 +58,18 @@ class DashboardState:
         Raises:
             NotFound, Unavailable: as the core does.
         """
-        now = time.monotonic()
-        self._maps = {
-            name: (taken_s, kept) for name, (taken_s, kept) in self._maps.items() if now - taken_s < MAP_AGE_S
-        }
-        if replica_id not in self._maps:
-            self._maps[replica_id] = (now, await self._core.block_map(replica_id))
-        return self._maps[replica_id][1]
+        asked = self._maps.get(replica_id)
+        if asked is None:
+            asked = self._maps[replica_id] = asyncio.create_task(self._core.block_map(replica_id))
+            asked.add_done_callback(lambda answer: self._date_map(replica_id, answer))
+        return await asyncio.shield(asked)  # others wait for it, too
+
+    def _date_map(self, replica_id: str, answer: asyncio.Task[BlockMap]) -> None:
+        """Let a map that has come be asked for anew when it is MAP_AGE_S old; one that has not, at once."""
+        if answer.cancelled() or answer.exception() is not None:
+            self._maps.pop(replica_id)
+        else:
+            asyncio.get_running_loop().call_later(MAP_AGE_S, self._maps.pop, replica_id)
 
     async def keep_history(self) -> None:
         """Sample the cluster until cancelled, with or without viewers: history is looked at afterwards."""

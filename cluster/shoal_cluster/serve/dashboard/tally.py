@@ -65,8 +65,5 @@ def _key(record: RouteRecord) -> tuple[float, str]:
 
 def cached_blocks(record: RouteRecord) -> tuple[int, int]:
     """How many full blocks of a decision's prompt the chosen replica had cached, and how many there are."""
-    best, replicas = record.decision.best, record.replicas
-    num_blocks = len(record.query.block_hashes)
-    if not best:
-        return 0, num_blocks
-    return int(replicas.num_matched_blocks[replicas.replica_ids.index(best)]), num_blocks
+    best = record.decision.best
+    return record.replicas.matched_by(best) if best else 0, len(record.query.block_hashes)

@@ -92,14 +92,13 @@ class GatewayMetrics:
         for leg in record.legs:
             if leg.end in HANDOVER_REASONS:
                 self.tally.inc(d.HANDOVERS, leg.end)
-        if record.legs and (routed_s := record.legs[0].routed_s) is not None:
-            self.tally.histogram(d.PLACEMENT).observe(routed_s - record.arrived_s)
+        if record.placement_s is not None:
+            self.tally.histogram(d.PLACEMENT).observe(record.placement_s)
 
     def add_decision(self, record: RouteRecord) -> None:
         self.tally.inc(d.DECISIONS, decision_reason(record))
         if best := record.decision.best:  # ``ranked`` would sort all candidates
-            age_s = record.replicas.age_s[record.replicas.replica_ids.index(best)]
-            self.tally.histogram(d.VIEW_AGE).observe(float(age_s))
+            self.tally.histogram(d.VIEW_AGE).observe(record.replicas.age_of(best))
 
     def points(self, replicas: Iterable[ReplicaRow], quality: ViewQuality, index: PrefixIndex) -> Iterator[Point]:
         """The gateway's own series, including those of its view of the replicas."""
@@ -130,6 +129,5 @@ def decision_reason(record: RouteRecord) -> d.DecisionReason:
     if record.decision.num_ranked == 1:
         return d.DecisionReason.ONLY
     matched = record.replicas.num_matched_blocks
-    chosen = matched[record.replicas.replica_ids.index(best)]
-    told_apart = chosen == matched.max() > matched.min()
+    told_apart = record.replicas.matched_by(best) == matched.max() > matched.min()
     return d.DecisionReason.PREFIX if told_apart else d.DecisionReason.LOAD

@@ -7,16 +7,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-from shoal_replica.bad_words import ban_words
 from shoal_replica.build import build_engine, build_executor
 from shoal_replica.config import EngineConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
-from shoal_replica.llm import with_seed
 from shoal_replica.reports import StepReport
 from shoal_replica.request import FinishReason, Request, TokenDelta
-from shoal_replica.request_checks import check_adapter, check_prompt
+from shoal_replica.request_checks import check_adapter, prepared
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
@@ -54,18 +52,15 @@ class AsyncLLM:
         Raises:
             InvalidArgument, ResourceExhausted, EngineDead, Unavailable.
         """
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        token_ids = params.truncate(token_ids, self.config.model.max_model_len)
-        check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
-        params = ban_words(params, self.tokenizer)
-        params.check_vocabulary(self.config.model.vocab_size)
+        model = self.config.model
+        token_ids, params = prepared(prompt, params, self.tokenizer, model.max_model_len, model.vocab_size)
         check_adapter(adapter, self.engine.adapters.names)
         if params.structured_output is not None:
             await asyncio.to_thread(self._grammars.check, params.structured_output)
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
-            sampling_params=with_seed(params),
+            sampling_params=params,
             arrival_s=time.monotonic(),
             adapter=adapter,
         )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shoal_replica.bad_words import ban_words
 from shoal_replica.build import adapter_names, build_executor, build_scheduler, find_adapters, resolve_config
 from shoal_replica.chat_template import PromptEnd, Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
@@ -19,9 +17,9 @@ from shoal_replica.errors import ConfigError, InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason, Request, TokenDelta
-from shoal_replica.request_checks import check_adapter, check_prompt
+from shoal_replica.request_checks import check_adapter, prepared
 from shoal_replica.sampling_defaults import sampling_defaults
-from shoal_replica.sampling_params import MAX_SEED, SamplingParams
+from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
@@ -255,18 +253,15 @@ class LLM:
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        token_ids = params.truncate(token_ids, self.config.model.max_model_len)
-        check_prompt(token_ids, self.config.model.max_model_len, self.config.model.vocab_size)
-        params = ban_words(params, self.tokenizer)
-        params.check_vocabulary(self.config.model.vocab_size)
+        model = self.config.model
+        token_ids, params = prepared(prompt, params, self.tokenizer, model.max_model_len, model.vocab_size)
         check_adapter(adapter, self._adapters)
         if params.structured_output is not None:
             self._grammars.check(params.structured_output)
         return Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=token_ids,
-            sampling_params=with_seed(params),
+            sampling_params=params,
             arrival_s=time.monotonic(),
             adapter=adapter,
         )
@@ -282,11 +277,6 @@ class LLM:
                 self._scheduler.abort(delta.request_id, delta.index)
         for subscriber in tuple(self._subscribers):
             subscriber(StepTiming(step, time.perf_counter() - started, result.forward_s))
-
-
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """The same parameters with a seed, chosen if there was none, so that the draws are repeatable from here on."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbelow(MAX_SEED))
 
 
 class _Collector:

@@ -1,13 +1,34 @@
-"""Checks of what requests ask for, where they arrive and where they run."""
+"""What requests ask for, checked where they arrive and where they run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from shoal_replica.bad_words import ban_words
 from shoal_replica.errors import InvalidArgument, PromptTooLong
 from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.tokenizer import Tokenizer
 
 MAX_LOGPROBS_TOLD = 100_000  # some 2 MB, in one message from the replica
+
+
+def prepared(
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    vocab_size: int,
+    field: str = "prompt",
+) -> tuple[tuple[int, ...], SamplingParams]:
+    """A prompt's tokens, truncated where ``params`` ask for that, and the parameters as the engine takes them: words in
+    tokens, and with a seed. Raises as ``check_prompt`` does, and InvalidArgument for tokens that the model lacks.
+    """
+    params = ban_words(params, tokenizer)
+    params.check_vocabulary(vocab_size)
+    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    token_ids = params.truncate(token_ids, max_model_len)
+    check_prompt(token_ids, max_model_len, vocab_size, field)
+    return token_ids, params.seeded()
 
 
 def check_scores(params: SamplingParams, num_prompt_tokens: int) -> None:

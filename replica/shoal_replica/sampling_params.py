@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.field_checks import as_tuple, check_integer, check_number
@@ -194,6 +195,10 @@ class SamplingParams:
                 raise InvalidArgument("bad_token_ids", bad, "must be non-empty tuples of token ids")
             for token_id in bad:
                 check_integer("bad_token_ids", token_id, 0, MAX_TOKEN_ID)
+
+    def seeded(self) -> SamplingParams:
+        """The same with a seed, chosen if there is none, so that the draws are repeatable from here on."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbelow(MAX_SEED))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidArgument for a token that a vocabulary of that size does not have."""

@@ -28,7 +28,8 @@ from fixtures.live_cluster import free_address, num_connected, until_cluster  # 
 from shoal_cluster.commands.client import GatewayClient  # noqa: E402
 from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
 from shoal_cluster.commands.local_ray import LocalRay  # noqa: E402
-from shoal_cluster.serve.call import ClusterRow, GenerateCall  # noqa: E402
+from shoal_cluster.serve.call import GenerateCall  # noqa: E402
+from shoal_cluster.serve.rows import ClusterRow  # noqa: E402
 from shoal_replica import SamplingParams  # noqa: E402
 
 ADMIN_KEY = "transfer"

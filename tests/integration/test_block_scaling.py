@@ -19,7 +19,8 @@ from shoal_cluster.policies.autoscaling import replay
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_observe import MAX_AGE_S
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
-from shoal_cluster.serve.autoscaler import MAX_REPORT_AGE_S, BlockScaling, ledger_metrics
+from shoal_cluster.serve.autoscaler import MAX_REPORT_AGE_S, BlockScaling
+from shoal_cluster.serve.recorded_stats import ledger_metrics
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
 from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats

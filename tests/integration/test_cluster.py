@@ -33,7 +33,8 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import REQUIRED, ToolUse
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall
+from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import LLM, SamplingParams
 from shoal_replica.errors import NotFound, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.executor import TokenLogprobs

@@ -16,8 +16,9 @@ from fixtures.live_cluster import CHANGE_TIMEOUT_S, LiveCluster, is_idle, num_co
 from playwright.async_api import Page, expect
 
 from shoal_cluster.commands.client import GatewayClient
-from shoal_cluster.serve.call import ClusterRow, GenerateCall
-from shoal_cluster.serve.replica_past import PAST_BUCKET_S
+from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.past_sample import PAST_BUCKET_S
+from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import SamplingParams
 from shoal_replica.request import FinishReason
 

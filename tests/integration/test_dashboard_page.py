@@ -25,7 +25,6 @@ from msgspec import structs
 
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.block_map import BlockMap
-from shoal_cluster.serve.call import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.dashboard import state as dashboard_state
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.page import FOLDER, STATIC, UPDATE_PERIOD_S
@@ -34,6 +33,7 @@ from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import MAX_UPDATE_BYTES, NUM_ROUTES
 from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
 from shoal_cluster.serve.http.api import build_http_app
+from shoal_cluster.serve.rows import ClusterRow, ModelRow, ReplicaRow
 from shoal_replica.errors import NotFound
 
 MAX_PAGE_BYTES = 250_000

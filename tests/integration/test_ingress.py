@@ -27,7 +27,7 @@ from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.codec import call_to_proto
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.journal import Journal
-from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_protos import generation_pb2_grpc
 from shoal_replica.errors import ConfigError, Unavailable
@@ -197,7 +197,7 @@ async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
 
 
 def make_observer() -> CallObserver:
-    return CallObserver(GatewayMetrics("test", ("tiny",), LatencyWindow(LatencyObjective())), Journal())
+    return CallObserver(GatewayMetrics("test", ("tiny",), LatencyWindow(LatencyTargets())), Journal())
 
 
 async def test_calls_that_outlast_the_drain_are_told_why() -> None:

@@ -11,7 +11,8 @@ import pytest
 from fixtures.live_cluster import CHANGE_TIMEOUT_S, LiveCluster, pid_of
 
 from shoal_cluster.commands.client import GatewayClient
-from shoal_cluster.serve.call import ClusterRow, GenerateCall, Usage
+from shoal_cluster.serve.call import GenerateCall, Usage
+from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import SamplingParams
 from shoal_replica.errors import ShoalError
 from shoal_replica.testing import num_reused_tokens

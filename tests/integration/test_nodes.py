@@ -15,7 +15,8 @@ from ray.cluster_utils import Cluster
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall
+from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import LLM, SamplingParams
 
 pytestmark = pytest.mark.integration

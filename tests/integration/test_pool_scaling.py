@@ -18,8 +18,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand
-from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.pool_scaling import PoolScaling
+from shoal_cluster.serve.recorded_stats import ledger_metrics
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard
 from shoal_cluster.serve.scaling_link import BoardLink, Inbox
 from shoal_replica.errors import ConfigError

@@ -23,7 +23,8 @@ from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.serve.call import ClusterRow, GenerateCall
+from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import SamplingParams
 from shoal_replica.errors import NotFound
 from shoal_replica.request import FinishReason

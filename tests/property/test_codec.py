@@ -20,16 +20,8 @@ from shoal_cluster.policies.held import MAX_PRIORITY
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.policies.view import ReplicaView
 from shoal_cluster.serve import codec, control_codec, scaling_codec
-from shoal_cluster.serve.call import (
-    Chunk,
-    ClusterRow,
-    GenerateCall,
-    ModelCard,
-    ModelRow,
-    ReplicaRow,
-    ScalingRow,
-    Usage,
-)
+from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
+from shoal_cluster.serve.rows import ClusterRow, ModelCard, ModelRow, ReplicaRow, ScalingRow
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.chat_template import PromptEnd

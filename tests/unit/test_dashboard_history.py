@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
-from shoal_cluster.serve.call import ClusterRow, ReplicaRow
 from shoal_cluster.serve.dashboard.history import BUCKET_S, COARSE_S, FINE_S, History, Sample
 from shoal_cluster.serve.dashboard.meter import WINDOW_S, Meter
 from shoal_cluster.serve.dashboard.recall import recalled
 from shoal_cluster.serve.dashboard.roster import roster
-from shoal_cluster.serve.replica_past import PastSample
+from shoal_cluster.serve.past_sample import PastSample
+from shoal_cluster.serve.rows import ClusterRow, ReplicaRow
 from shoal_replica.stats import ReplicaStats
 
 START_S = 1_700_000_000.0

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from shoal_cluster.serve.call_times import CallTimes
-from shoal_cluster.serve.latency_window import NUM_SLICES, LatencyObjective, LatencyWindow
+from shoal_cluster.serve.latency_window import NUM_SLICES, LatencyTargets, LatencyWindow
 
-OBJECTIVE = LatencyObjective(ttft_s=1.0, inter_token_s=0.1)
+OBJECTIVE = LatencyTargets(ttft_s=1.0, inter_token_s=0.1)
 TOLERANCE = 0.02  # half a bucket
 
 

@@ -13,7 +13,7 @@ from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.journal import Journal
-from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.logs import ROOTS, LineFormatter, fields, log_call, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.trace_context import trace_context
@@ -38,7 +38,7 @@ def _loggers() -> Iterator[None]:
 
 
 def observer() -> CallObserver:
-    metrics = GatewayMetrics("g0", ("tiny",), LatencyWindow(LatencyObjective()))
+    metrics = GatewayMetrics("g0", ("tiny",), LatencyWindow(LatencyTargets()))
     return CallObserver(metrics, Journal(), (log_call,))
 
 

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal_cluster.policies.candidates import Candidates, ReplicaView
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteDecision, RouteRecord
-from shoal_cluster.serve.call import GenerateCall, ReplicaRow, Usage
+from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.journal import Journal
-from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.metrics import definitions as d
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.exposition import render
@@ -30,6 +30,7 @@ from shoal_cluster.serve.metrics.gathered import decode_points, encode_points, r
 from shoal_cluster.serve.metrics.model_tally import MAX_MODELS
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.metrics.tally import Histogram, Point, Tally
+from shoal_cluster.serve.rows import ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_replica.errors import (
     DeadlineExceeded,
@@ -49,7 +50,7 @@ USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, rep
 
 
 def gateway_metrics() -> GatewayMetrics:
-    return GatewayMetrics("g0", ("tiny", "french"), LatencyWindow(LatencyObjective(ttft_s=1.0, inter_token_s=0.1)))
+    return GatewayMetrics("g0", ("tiny", "french"), LatencyWindow(LatencyTargets(ttft_s=1.0, inter_token_s=0.1)))
 
 
 def replica_metrics() -> ReplicaMetrics:

@@ -17,11 +17,12 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.config import MAX_ADAPTERS
 from shoal_cluster.serve import served_adapters
 from shoal_cluster.serve.adapter_wishes import FORGET_S, Told, Wanted, Wishes
-from shoal_cluster.serve.call import ModelRow, Usage
+from shoal_cluster.serve.call import Usage
 from shoal_cluster.serve.feed_messages import MAX_REQUEST_BYTES
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.metrics.model_tally import ModelTally
 from shoal_cluster.serve.model_rows import model_rows
+from shoal_cluster.serve.rows import ModelRow
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import Unavailable
 

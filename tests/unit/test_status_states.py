@@ -10,7 +10,7 @@ from msgspec import structs
 from rich.console import Console
 
 from shoal_cluster.commands.status import _table
-from shoal_cluster.serve.call import ClusterRow, ReplicaRow
+from shoal_cluster.serve.rows import ClusterRow, ReplicaRow
 
 DRAINING = structs.replace(STATS, draining=True)
 

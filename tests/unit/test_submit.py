@@ -16,7 +16,7 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.pending import PendingRequest
 from shoal_cluster.policies.routing import RouteQuery
-from shoal_cluster.serve import call_delay, feed_client, leg, outcome
+from shoal_cluster.serve import call_delay, feed_client, leg, runs
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.feed_client import FeedClient
@@ -218,13 +218,13 @@ async def test_a_later_request_of_the_same_id_runs(by: str) -> None:
 
 
 async def test_what_came_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome, "MAX_KEPT", 3)
+    monkeypatch.setattr(runs, "MAX_KEPT", 3)
     async with replica() as one, gateway(one):
         for i in range(9):
             await one.run(f"r{i}", "g", prompt_token_ids=PROMPT)
         assert [name for _, name in one.runs._kept] == ["r6", "r7", "r8"]
         assert one.runs._runs.keys() == one.runs._kept.keys()
-        monkeypatch.setattr(outcome, "KEPT_S", 0.0)
+        monkeypatch.setattr(runs, "KEPT_S", 0.0)
         await one.run("last", "g", prompt_token_ids=PROMPT)
         assert [name for _, name in one.runs._kept] == ["last"]
 

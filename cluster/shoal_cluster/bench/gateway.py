@@ -16,16 +16,18 @@ from typing import cast
 from shoal_cluster.bench.stream_clients import Face, read_streams, stream_id
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.policies.routing import RouteQuery, RouteWeights
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, ModelCard
+from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.ingress import Ingress
-from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.rows import ModelCard
 from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
@@ -120,7 +122,7 @@ class _Core:
         self._ledger = ledger
         self._num_tokens = num_tokens
         self._tokenizer = tokenizer
-        metrics = GatewayMetrics("bench", ("bench",), LatencyWindow(LatencyObjective()))
+        metrics = GatewayMetrics("bench", ("bench",), LatencyWindow(LatencyTargets()))
         self.observer = CallObserver(metrics, ledger.journal)
         self.outcomes: list[asyncio.Future[Outcome]] = []
 

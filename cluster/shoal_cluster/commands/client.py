@@ -11,9 +11,10 @@ from shoal_cluster.addresses import no_gateway
 from shoal_cluster.commands.gateway_access import TLS_CA_VARIABLE, GatewayAccess
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import BEARER
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ScalingRow
+from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes
+from shoal_cluster.serve.rows import ClusterRow, ScalingRow
 from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.errors import (
     DeadlineExceeded,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from shoal_cluster.policies.autoscaling_view import ScaleRecord
     from shoal_cluster.policies.routing import RouteRecord
-    from shoal_cluster.serve.call import ScalingRow
     from shoal_cluster.serve.explanation import Explanation
+    from shoal_cluster.serve.rows import ScalingRow
 
 REJECTED = "rejected"
 COLUMN_WIDTH = 13  # minimum width of a replica's column: its numbers, or why it was rejected

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from shoal_cluster.serve.call import ClusterRow, ReplicaRow
     from shoal_cluster.serve.ledger import BlockLedger
+    from shoal_cluster.serve.rows import ClusterRow, ReplicaRow
     from shoal_replica.stats import ReplicaStats
 
 WATCH_PERIOD_S = 1.0

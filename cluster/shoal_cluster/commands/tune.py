@@ -12,7 +12,7 @@ from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
 from shoal_replica.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal_cluster.serve.call import ScalingRow
+    from shoal_cluster.serve.rows import ScalingRow
 
 
 def tune(

@@ -23,35 +23,14 @@ from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.ray_store import RayStore
+from shoal_cluster.serve.recorded_stats import LEDGER_FIELDS
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
 from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
 MAX_REPORT_AGE_S = 5.0  # reports come once a second; that of a gateway that is gone must not count for long
-LEDGER_FIELDS = (
-    "block_size",
-    "num_total_blocks",
-    "num_free_blocks",
-    "num_allocated_blocks",
-    "num_cached_blocks",
-    "num_running",
-    "num_waiting",
-    "num_waiting_tokens",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_steps",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_finished",
-    "busy_s",
-)
 
 logger = logging.getLogger("ray.serve")
-
-
-def ledger_metrics(stats: ReplicaStats) -> dict[str, float]:
-    """What a replica records for the policy: Serve carries numbers by name."""
-    return {name: getattr(stats, name) for name in LEDGER_FIELDS}
 
 
 class BlockScaling:

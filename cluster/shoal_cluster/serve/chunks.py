@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import replace
 from typing import cast
 
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall
+from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.request_id import another_id
 from shoal_replica.errors import InvalidArgument
 

@@ -15,9 +15,10 @@ from google.protobuf.message import Message as ProtoMessage
 
 from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.policies.held import MAX_PRIORITY
-from shoal_cluster.serve.call import Chunk, GenerateCall, ModelCard, Prompt, Usage
+from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt, Usage
 from shoal_cluster.serve.chat_codec import messages_to_proto, prompt_from_proto
 from shoal_cluster.serve.request_id import check_request_id
+from shoal_cluster.serve.rows import ModelCard
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_protos import generation_pb2 as pb
 from shoal_replica.errors import InvalidArgument

@@ -14,8 +14,8 @@ from shoal_cluster.policies.columns import PHASES, Phase
 from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights, Rule
 from shoal_cluster.policies.view import ReplicaView
-from shoal_cluster.serve.call import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
+from shoal_cluster.serve.rows import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2 as pb
 from shoal_replica.prefix_cache import BlockHash

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.autoscaling_config import tunable
 from shoal_cluster.policies.held import RESUMED_PRIORITY
-from shoal_cluster.policies.objective import LatencyObjective as DueDates
+from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import HoldConfig, PendingRequest
 from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
 from shoal_cluster.serve.access import Access
@@ -25,7 +25,7 @@ from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.admission_desk import limits_of
 from shoal_cluster.serve.after_calls import AfterCalls
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
-from shoal_cluster.serve.call import Chunk, ClusterRow, GenerateCall, ModelCard, Prompt, ReplicaRow, ScalingRow
+from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
@@ -38,17 +38,18 @@ from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.installed_ledger import install
 from shoal_cluster.serve.journal import Event, EventKind
-from shoal_cluster.serve.latency_window import LatencyObjective, LatencyWindow
+from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.logs import log_call, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.metrics.gathered import replica_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.tally import Point
 from shoal_cluster.serve.model_rows import model_rows
+from shoal_cluster.serve.past_sample import PastSample, decode_past
 from shoal_cluster.serve.ray_store import RayStore
-from shoal_cluster.serve.replica_past import PastSample, decode_past
 from shoal_cluster.serve.request_id import is_later_leg
 from shoal_cluster.serve.request_maker import RequestMaker
+from shoal_cluster.serve.rows import ClusterRow, ModelCard, ReplicaRow, ScalingRow
 from shoal_cluster.serve.scaling_board import ScalingBoard
 from shoal_cluster.serve.scaling_desk import ScalingDesk
 from shoal_cluster.serve.serve_details import serve_details
@@ -95,7 +96,7 @@ class Gateway:
         own = serve.get_replica_context()
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
-        objective = LatencyObjective(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
+        objective = LatencyTargets(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
         self._metrics = GatewayMetrics(
             self._ledger.gateway_id, (config.name, *config.adapters), LatencyWindow(objective)
         )
@@ -116,7 +117,7 @@ class Gateway:
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
         export = RayExport().run(lambda: self._own_points(self._rows()))
         self._export_task = loop.create_task(export, name="shoal-metrics")
-        hold = HoldConfig(objective=DueDates(ttft_s=config.objective.ttft_s))
+        hold = HoldConfig(objective=LatencyObjective(ttft_s=config.objective.ttft_s))
         limits = limits_of(config, hold)
         patience_s = self._settings.placement_timeout_s
         desk, watch = self._scaling, self._watch

@@ -20,9 +20,10 @@ from grpc_reflection.v1alpha import reflection
 from shoal_cluster.errors import INTERNAL, report_error
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import key_of_header
-from shoal_cluster.serve.call import GatewayCore, GenerateCall
+from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.chunks import open_chunks
 from shoal_cluster.serve.explanation_codec import explanation_to_proto
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context

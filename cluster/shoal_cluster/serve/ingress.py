@@ -12,7 +12,7 @@ import uvicorn
 
 from shoal_cluster.addresses import listen
 from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.serve.call import GatewayCore
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http.api import http_config
 from shoal_replica.errors import ConfigError

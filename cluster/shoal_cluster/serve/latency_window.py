@@ -19,7 +19,7 @@ _BUCKETS_PER_E = 1.0 / math.log(GROWTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyObjective:
+class LatencyTargets:
     """The longest that a client should have to wait: for the first token, and for each further one on average."""
 
     ttft_s: float = 2.0
@@ -53,7 +53,7 @@ class LatencySummary:
     """
 
     window_s: float
-    objective: LatencyObjective
+    objective: LatencyTargets
     num_requests: int
     num_met: int
     ttft: Quantiles | None
@@ -77,7 +77,7 @@ class _Slice:
 class LatencyWindow:
     """Takes times as they happen and summarises the last ``window_s`` seconds, to within one slice."""
 
-    def __init__(self, objective: LatencyObjective, window_s: float = WINDOW_S) -> None:
+    def __init__(self, objective: LatencyTargets, window_s: float = WINDOW_S) -> None:
         self.objective = objective
         self._window_s = window_s
         self._slice_s = window_s / NUM_SLICES

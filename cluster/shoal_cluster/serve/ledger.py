@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal_cluster.serve.call import ReplicaRow
+from shoal_cluster.serve.rows import ReplicaRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal_cluster.serve.call import ModelRow
 from shoal_cluster.serve.metrics.model_tally import ModelTally
+from shoal_cluster.serve.rows import ModelRow
 from shoal_cluster.serve.served_adapters import ServedAdapters
 
 

@@ -7,23 +7,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PastSample
 from shoal_replica.engine import Engine
 from shoal_replica.reports import StepReport
 from shoal_replica.stats import ReplicaStats
 
-PAST_BUCKET_S = 20.0
 PAST_S = 6 * 3600.0
-
-
-class PastSample(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A bucket of ``PAST_BUCKET_S`` seconds: rates are means, loads are peaks. ``time_s`` (Unix time) is its end."""
-
-    time_s: float
-    tokens_per_s: float
-    num_allocated_blocks: int
-    num_total_blocks: int
-    num_waiting: int
-    num_waiting_tokens: int
 
 
 class ReplicaPast:
@@ -69,11 +58,6 @@ class ReplicaPast:
                 num_waiting_tokens=self._peak.num_waiting_tokens,
             )
         )
-
-
-def decode_past(body: bytes) -> list[PastSample]:
-    """Decode what ``ReplicaPast.encoded`` made. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(body, type=list[PastSample])
 
 
 def _load(stats: ReplicaStats) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import ray
 from ray import serve
 
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.serve.autoscaler import ledger_metrics
 from shoal_cluster.serve.block_fetcher import BlockFetcher
 from shoal_cluster.serve.block_map import encode_block_map
 from shoal_cluster.serve.block_server import BlockServer
@@ -20,14 +19,16 @@ from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import ADAPTERS, BLOCKS, DRAIN, METRICS, PAST, BlockSource
 from shoal_cluster.serve.logs import set_up_logs
+from shoal_cluster.serve.member import member_metadata
 from shoal_cluster.serve.metrics.gathered import encode_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
 from shoal_cluster.serve.metrics.replica import ReplicaMetrics
-from shoal_cluster.serve.outcome import Outcome, Runs
+from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.rank_actors import RayRanks
+from shoal_cluster.serve.recorded_stats import ledger_metrics
 from shoal_cluster.serve.replica_adapters import ReplicaAdapters
 from shoal_cluster.serve.replica_past import ReplicaPast
-from shoal_cluster.serve.request_router import BLOCKS_KEY, FEED_KEY, REPORT_KEY
+from shoal_cluster.serve.runs import Runs
 from shoal_replica.build import build_engine, build_executor, plan_replica
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import EngineDead, Unavailable
@@ -93,8 +94,7 @@ class ReplicaServer:
         """Sent once to every router: the feed's address, a report of what the replica has taken of its host, and where
         it gives its blocks to other replicas, if it does.
         """
-        told: dict[str, Any] = {FEED_KEY: list(self._address), REPORT_KEY: self._report}
-        return told if self._blocks_address is None else told | {BLOCKS_KEY: list(self._blocks_address)}
+        return member_metadata(self._address, self._report, self._blocks_address)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers of the block ledger that the autoscaling policy reads."""

@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 from shoal_cluster.chat.answer_reader import AnswerPiece, AnswerReader
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
-from shoal_replica.bad_words import ban_words
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
-from shoal_replica.llm import with_seed
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
-from shoal_replica.request_checks import check_prompt, check_scores
+from shoal_replica.request_checks import check_scores, prepared
 from shoal_replica.sampling_defaults import with_defaults
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import FIELD, StructuredOutput
@@ -113,8 +111,6 @@ class RequestMaker:
             raise InvalidArgument("messages", [], "must have at least one message")
         read = partial(self._read, call, max_model_len)
         prompt, token_ids, params = await asyncio.to_thread(read) if call.length > LONG_TEXT else read()
-        field = "prompt" if call.messages is None else "messages"
-        check_prompt(token_ids, max_model_len, self._model.vocab_size, field)
         check_scores(params, len(token_ids))
         if (answer := params.structured_output) is not None:
             await asyncio.to_thread(self._grammars.check, answer)
@@ -130,7 +126,7 @@ class RequestMaker:
         request = Request(
             request_id=call.request_id,
             prompt_token_ids=token_ids,
-            sampling_params=with_seed(params),
+            sampling_params=params,
             priority=call.priority,
             arrival_s=arrived_s,
             cache_salt=call.cache_salt,
@@ -142,12 +138,10 @@ class RequestMaker:
     def _read(self, call: GenerateCall, max_model_len: int) -> tuple[str, tuple[int, ...], SamplingParams]:
         """The prompt, as text where it is a chat, and its tokens; and the parameters, in tokens as well."""
         params = with_defaults(call.sampling_params, call.left_out, self._defaults)
-        params = ban_words(params, self._tokenizer)
-        params.check_vocabulary(self._model.vocab_size)
-        if call.messages is not None:
-            prompt = self._chats.prompt(call.messages, call.tools, call.template_options, call.prompt_end)
-            token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-        else:
-            prompt = ""
-            token_ids = self._tokenizer.encode(call.text or "") if call.token_ids is None else call.token_ids
-        return prompt, params.truncate(token_ids, max_model_len), params
+        vocab_size = self._model.vocab_size
+        if call.messages is None:
+            given = call.text or "" if call.token_ids is None else call.token_ids
+            return "", *prepared(given, params, self._tokenizer, max_model_len, vocab_size)
+        text = self._chats.prompt(call.messages, call.tools, call.template_options, call.prompt_end)
+        given = self._tokenizer.encode(text, add_special_tokens=False)
+        return text, *prepared(given, params, self._tokenizer, max_model_len, vocab_size, "messages")

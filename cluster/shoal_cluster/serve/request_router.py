@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-FEED_KEY = "shoal_feed"
-BLOCKS_KEY = "shoal_blocks"
-REPORT_KEY = "shoal_start_report"
-
 
 class BlockRouter(RequestRouter):  # type: ignore[misc]
     """Holds no state. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
@@ -17,15 +13,8 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
         from shoal_cluster.serve.member import Member
 
         super().update_replicas(replicas)
-        members = []
-        for replica in replicas:
-            told = replica.replica_metadata
-            if (feed := told.get(FEED_KEY)) is not None:
-                blocks, report = told.get(BLOCKS_KEY), told.get(REPORT_KEY, "")
-                place = None if blocks is None else (blocks[0], blocks[1])
-                name = replica.replica_id.unique_id
-                members.append(Member(name, replica.node_id, (feed[0], feed[1]), report, place))
-        current().set_members(members)
+        members = [Member.of(r.replica_id.unique_id, r.node_id, r.replica_metadata) for r in replicas]
+        current().set_members([member for member in members if member is not None])
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import LIMITS, ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
-from shoal_cluster.serve.call import ScalingRow
 from shoal_cluster.serve.control_codec import view_from_proto, view_to_proto
+from shoal_cluster.serve.rows import ScalingRow
 from shoal_protos import control_pb2 as pb
 
 _RECORD_SCALARS = ("seq", "time_s", "num_before", "num_after", "num_running", "num_starting", "reason")

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
-from shoal_cluster.serve.call import ScalingRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.tally import Point
+from shoal_cluster.serve.rows import ScalingRow
 from shoal_cluster.serve.scaling_board import RECORDS_KEPT, GatewayReport, ScalingBoard, Tuning
 from shoal_replica.errors import Unavailable
 

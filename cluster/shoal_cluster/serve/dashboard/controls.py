@@ -8,8 +8,8 @@ from fastapi import APIRouter, Body, Request, Response
 from starlette.responses import JSONResponse
 
 from shoal_cluster.serve.admin import key_of_header
-from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.scaling import limits, scaling_now
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.errors import error_response
 from shoal_replica.errors import ShoalError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from shoal_cluster.serve.call import ClusterRow
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, Sample
 from shoal_cluster.serve.dashboard.roster import Card, State
 from shoal_cluster.serve.ledger import sum_blocks
+from shoal_cluster.serve.rows import ClusterRow
 
 WINDOW_S = 5.0
 HIT_WINDOW_S = 60.0

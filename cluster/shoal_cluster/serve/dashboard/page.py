@@ -17,7 +17,6 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
 
-from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.controls import controls_router
 from shoal_cluster.serve.dashboard.history import COARSE_S, Sample
@@ -25,6 +24,7 @@ from shoal_cluster.serve.dashboard.records import encode_explanation
 from shoal_cluster.serve.dashboard.scaling import encode_decision, mark
 from shoal_cluster.serve.dashboard.state import DashboardState
 from shoal_cluster.serve.dashboard.update import rounded_sample
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.errors import error_response
 from shoal_cluster.serve.http.stream import EventStream
 from shoal_cluster.serve.request_id import call_of

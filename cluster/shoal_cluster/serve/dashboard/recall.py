@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from shoal_cluster.serve.dashboard.history import Sample
-from shoal_cluster.serve.replica_past import PastSample
+from shoal_cluster.serve.past_sample import PastSample
 
 
 def recalled(pasts: Iterable[Sequence[PastSample]]) -> list[Sample]:

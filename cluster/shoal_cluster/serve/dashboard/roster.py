@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal_cluster.serve.call import ReplicaRow
 from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
+from shoal_cluster.serve.rows import ReplicaRow
 
 
 class State(StrEnum):

@@ -6,7 +6,7 @@ import msgspec
 
 from shoal_cluster.policies.autoscaling_config import LIMITS, tunable
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
-from shoal_cluster.serve.call import ScalingRow
+from shoal_cluster.serve.rows import ScalingRow
 
 MAX_REASON_CHARS = 200
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal_cluster.serve.block_map import BlockMap
-from shoal_cluster.serve.call import GatewayCore
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, History
 from shoal_cluster.serve.dashboard.meter import Meter
 from shoal_cluster.serve.dashboard.recall import recalled
@@ -17,7 +16,8 @@ from shoal_cluster.serve.dashboard.roster import roster
 from shoal_cluster.serve.dashboard.scaling import Scaling, scaling_now
 from shoal_cluster.serve.dashboard.tally import Tally
 from shoal_cluster.serve.dashboard.update import NUM_EVENTS, NUM_MARKS, NUM_ROUTES, build_update, encode_update
-from shoal_cluster.serve.replica_past import PastSample
+from shoal_cluster.serve.gateway_core import GatewayCore
+from shoal_cluster.serve.past_sample import PastSample
 from shoal_replica.errors import NotFound, Unavailable
 
 MAP_AGE_S = 0.5

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal_cluster.policies.routing import RouteRecord
-from shoal_cluster.serve.call import ClusterRow, ModelRow
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.meter import Rates
 from shoal_cluster.serve.dashboard.roster import Card
@@ -16,6 +15,7 @@ from shoal_cluster.serve.dashboard.tally import Share, Tally, cached_blocks
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary, Quantiles
 from shoal_cluster.serve.ledger import sum_blocks
+from shoal_cluster.serve.rows import ClusterRow, ModelRow
 
 MAX_UPDATE_BYTES = 10_000
 MAX_REASON_CHARS = 160

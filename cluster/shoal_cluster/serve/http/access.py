@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shoal_cluster.serve.call import GatewayCore
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.errors import error_response, is_anthropic
 from shoal_replica.errors import Unauthenticated
 

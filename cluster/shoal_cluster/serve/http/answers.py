@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall
+from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json
 
 

@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.serve.call import GatewayCore, ModelCard
 from shoal_cluster.serve.dashboard.page import dashboard_router
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.access import KeyCheck
 from shoal_cluster.serve.http.answers import Answers, B, GrowingAnswers
 from shoal_cluster.serve.http.encoding import encode
@@ -36,6 +36,7 @@ from shoal_cluster.serve.http.stream import EventStream, RequestFrame, until_dis
 from shoal_cluster.serve.http.tokens import tokens_router
 from shoal_cluster.serve.metrics.exposition import CONTENT_TYPE, render
 from shoal_cluster.serve.request_id import another_id
+from shoal_cluster.serve.rows import ModelCard
 from shoal_cluster.serve.trace_context import trace_context
 
 DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from shoal_cluster.chat.answer_reader import CallPiece
-from shoal_cluster.serve.call import MESSAGE_ID, Chunk, GatewayCore
+from shoal_cluster.serve.call import MESSAGE_ID, Chunk
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.messages_types import MessagesRequest

@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal_cluster.serve.call import Chunk, GatewayCore, GenerateCall, Usage
+from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
 from shoal_cluster.serve.chunks import open_merged_chunks
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.openai_echo import Echo
 from shoal_cluster.serve.http.openai_shapes import AnswerShape, Choice, CompletionShape, prompt_logprobs_body

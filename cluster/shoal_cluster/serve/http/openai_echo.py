@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from shoal_cluster.serve.call import GatewayCore, GenerateCall, Prompt
+from shoal_cluster.serve.call import GenerateCall, Prompt
+from shoal_cluster.serve.gateway_core import GatewayCore
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from shoal_cluster.chat.answer_reader import CallPiece
-from shoal_cluster.serve.call import MESSAGE_ID, RESPONSE_ID, Chunk, GatewayCore, Usage
+from shoal_cluster.serve.call import MESSAGE_ID, RESPONSE_ID, Chunk, Usage
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event
 from shoal_cluster.serve.http.errors import report
 from shoal_cluster.serve.http.openai_shapes import ChatShape

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
-from shoal_cluster.serve.call import GatewayCore, Prompt
+from shoal_cluster.serve.call import Prompt
+from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response
 from shoal_cluster.serve.http.fields import (

@@ -9,13 +9,13 @@ import psutil
 
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.routing import RouteRecord
-from shoal_cluster.serve.call import ReplicaRow
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.call_times import HANDOVER_REASONS
 from shoal_cluster.serve.latency_window import LatencyWindow
 from shoal_cluster.serve.metrics import definitions as d
 from shoal_cluster.serve.metrics.model_tally import ModelTally
 from shoal_cluster.serve.metrics.tally import Point, Tally
+from shoal_cluster.serve.rows import ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality
 
 NUM_RECENT = 512

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
-from shoal_cluster.serve.call import ReplicaRow
 from shoal_cluster.serve.metrics.definitions import FAMILIES, Kind
 from shoal_cluster.serve.metrics.replica import stats_points
 from shoal_cluster.serve.metrics.tally import Histogram, Point
+from shoal_cluster.serve.rows import ReplicaRow
 from shoal_replica.errors import NotFound, Unavailable
 
 _FAMILY = {family.name: family for family in FAMILIES}

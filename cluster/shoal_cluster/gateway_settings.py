@@ -79,7 +79,7 @@ class GatewaySettings(Settings):
             lines = self.api_keys_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: cannot be read: {error}") from None
-        pairs = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        pairs = [line for each in lines if (line := each.strip()) and not line.startswith("#")]
         if not pairs:
             raise ConfigError(f"{where}: has no keys")
         return checked_keys(where, secrets | parse_keys(where, pairs), self.admin_secret)

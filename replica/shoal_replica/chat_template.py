@@ -81,10 +81,10 @@ class ChatTemplate:
         if reserved := RESERVED & (options or {}).keys():
             raise InvalidArgument("chat_template_kwargs", sorted(reserved), "cannot be set by a request")
         template = self._for_tools if tools else self._template
-        given = {**(options or {}), "add_generation_prompt": end is PromptEnd.ANSWER, **self._special_tokens}
+        given = {"documents": None, **(options or {}), **self._special_tokens}
+        given["add_generation_prompt"] = end is PromptEnd.ANSWER
         given["messages"] = [dict(turn) for turn in messages]
-        if tools:
-            given["tools"] = [dict(tool) for tool in tools]
+        given["tools"] = [dict(tool) for tool in tools] or None
         parts, length = [], 0
         try:
             for part in template.generate(given):

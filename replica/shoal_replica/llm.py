@@ -227,6 +227,8 @@ class LLM:
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter. Raises InvalidArgument if it is not loaded."""
+        if not name:
+            raise InvalidArgument("adapter", name, "the model itself cannot be unloaded")
         check_adapter(name, self._adapters)
         self._adapters.remove(name)
         self._executor.unload(name)

@@ -21,13 +21,14 @@ def prepared(
     field: str = "prompt",
 ) -> tuple[tuple[int, ...], SamplingParams]:
     """A prompt's tokens, truncated where ``params`` ask for that, and the parameters as the engine takes them: words in
-    tokens, and with a seed. Raises as ``check_prompt`` does, and InvalidArgument for tokens that the model lacks.
+    tokens, and with a seed. Raises as the checks below do, and InvalidArgument for tokens that the model lacks.
     """
     params = ban_words(params, tokenizer)
     params.check_vocabulary(vocab_size)
     token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     token_ids = params.truncate(token_ids, max_model_len)
     check_prompt(token_ids, max_model_len, vocab_size, field)
+    check_scores(params, len(token_ids))
     return token_ids, params.seeded()
 
 

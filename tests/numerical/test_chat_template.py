@@ -18,6 +18,19 @@ IM_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% endif %}"""
 
 
+ASKS = """{% if tools is not none %}tools{% endif %}{% if tools is defined %}!{% endif %}
+{%- if documents is not none %}documents{% endif %}{% if documents is defined %}!{% endif %}"""
+
+
+def test_templates_find_what_transformers_gives_them(tmp_path: Path) -> None:
+    ours = Tokenizer.from_folder(write_tiny_tokenizer(tmp_path, chat_template=ASKS))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=raw_tiny_tokenizer(), bos_token=BOS, eos_token=EOS)
+    turns, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "x"}}
+    for tools in ([], [tool]):
+        expected = theirs.apply_chat_template(turns, tools or None, chat_template=ASKS, tokenize=False)
+        assert ours.apply_chat_template(turns, tools) == expected
+
+
 @pytest.mark.parametrize("content", [" Well, I ", "Hi", "a\n", "x", "<", "/s", "end", "", " "])
 @pytest.mark.parametrize("filtered", ["", " | trim"])
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, IM_TEMPLATE], ids=["tiny", "im"])

@@ -133,7 +133,22 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
             "",
             [(ODD.name, '{"note": "a <b>\\nc", "sure": true}')],
         ),
-        (GLM, "<tool_call>get_weather<arg_key>ci", "", [(WEATHER.name, "{")]),
+        # The model ends its answer within a call.
+        (GLM, "<tool_call>get_weather<arg_key>ci", "", [(WEATHER.name, "{}")]),
+        (GLM, "<tool_call>get_weather", "<tool_call>get_weather", []),
+        (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Ul", "", [(WEATHER.name, '{"city": "Ul"}')]),
+        (
+            HERMES,
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nUlm\n</parameter>\n",
+            "",
+            [(WEATHER.name, '{"city": "Ulm"}')],
+        ),
+        (
+            HERMES,
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nUlm\n",
+            "",
+            [(WEATHER.name, '{"city": "Ulm"}')],
+        ),
         (GLM, "<tool_call>get_wea", "<tool_call>get_wea", []),
         (GLM, "<tool_call>a b</tool_call>", "<tool_call>a b</tool_call>", []),
         (GLM, "get_weather<arg_key>", "get_weather<arg_key>", []),
@@ -198,6 +213,15 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
 def test_calls_and_content(call_format: CallFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert read([text], call_format) == (content, "", calls)
     assert read([*text, ""], call_format) == (content, "", calls)
+
+
+def test_a_tagged_call_that_is_cut_off_stays_open() -> None:
+    reader = AnswerReader(ChatFormat(GLM, True, False), ToolUse(TOOLS))
+    text = (
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value><arg_key>days</arg_key><arg_value>1"
+    )
+    (piece,) = reader.push(text, is_last=True, is_cut=True)
+    assert "".join(call.arguments for call in piece.calls) == '{"city": "Ulm"'
 
 
 @pytest.mark.parametrize(

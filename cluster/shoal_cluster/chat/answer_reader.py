@@ -128,6 +128,7 @@ class AnswerReader:
         self._reasoning = _Trimmed(self._pieces.think)
         self._call: JsonCall | XmlCall | None = None
         self._is_told = False  # the call's name has been passed on
+        self._is_cut = False
         self._num_calls = 0
         self._since_opening: str | None = None  # what may be content, until a call has followed the opening
         self._read: Callable[[bool], bool] = self._begin_reasoning if is_reasoning else self._begin
@@ -147,8 +148,11 @@ class AnswerReader:
         start, end = self._thought
         return (self._length if end is None else end) - start
 
-    def push(self, text: str, *, is_last: bool = False) -> tuple[AnswerPiece, ...]:
-        """Take text, with which the answer ends if it is the last. Returns what it has turned out to be, in order."""
+    def push(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> tuple[AnswerPiece, ...]:
+        """Take text, with which the answer ends if it is the last; ``is_cut`` if the model had not ended it. Returns
+        what it has turned out to be, in order.
+        """
+        self._is_cut = is_cut
         self._unread += text
         self._length += len(text)
         while self._read(is_last):  # until what is left is too little to tell
@@ -287,6 +291,8 @@ class AnswerReader:
             self._content.part()
             self._num_calls += 1
             self._tell(CallPiece(self._num_calls - 1, call_id=self._new_id(), name=call.name))
+        if is_last and not (self._is_cut or call.is_done or call.has_failed) and isinstance(call, XmlCall):
+            call.end()
         if arguments := call.take_arguments():
             self._tell(CallPiece(self._num_calls - 1, arguments))
         if call.is_done or call.has_failed:

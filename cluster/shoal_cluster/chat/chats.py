@@ -36,6 +36,7 @@ class Chats:
         self._tokenizer = tokenizer
         self._forms = forms
         self._format = ChatFormat.of(tokenizer.chat_template)
+        self._special_ids: dict[str, int | None] = {}  # of markers
         template = tokenizer.chat_template
         self._knows_developers = template is not None and DEVELOPER in template.source
 
@@ -122,8 +123,11 @@ class Chats:
         return InvalidArgument("tools", f"{len(use.callable)} tools", error.limit)
 
     def _special_id(self, text: str) -> int | None:
-        token_id = self._tokenizer.token_id(text)
-        return token_id if token_id is not None and self._forms.is_special(token_id, text) else None
+        if text not in self._special_ids:  # half a millisecond's work; there are few markers
+            token_id = self._tokenizer.token_id(text)
+            is_special = token_id is not None and self._forms.is_special(token_id, text)
+            self._special_ids[text] = token_id if is_special else None
+        return self._special_ids[text]
 
 
 def _has_tools(use: ToolUse | None) -> bool:

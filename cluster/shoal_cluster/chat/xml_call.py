@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal_cluster.chat.schema_values import Values
+
 MAX_TAG = 200  # characters of a tag with its name
 
 
@@ -168,28 +170,33 @@ class XmlCall:
         value = self._unread[:end].removeprefix("\n").removesuffix("\n")
         if self._key not in self._keys:
             comma = ", " if self._keys else ""
-            self._new.append(f"{comma}{json.dumps(self._key)}: {_as_json(value, self._schema(self._key))}")
+            self._new.append(f"{comma}{json.dumps(self._key)}: {_as_json(value, self._values(self._key))}")
             self._keys.add(self._key)
         # Of a value that nothing closes, what comes next is the end.
         self._unread = self._unread[end + (len(tag) if tag == self._notation.end_of_value else 0) :]
         self._key = None
         return True
 
-    def _schema(self, key: str) -> Mapping[str, Any]:
-        properties = self._schemas.get(self.name, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return schema if isinstance(schema, Mapping) else {}
+    def end(self) -> None:
+        """The model has ended its answer within the call: what there is of a value is the value, and the call is done."""
+        if self._key is not None:
+            self._unread += self._notation.end_of_value
+            self._read_value()
+        self._unread = ""
+        self._new.append("}")
+        self.is_done = True
+
+    def _values(self, key: str) -> Values:
+        schema = self._schemas.get(self.name, {})
+        properties = schema.get("properties")
+        return Values.of(properties.get(key) if isinstance(properties, Mapping) else None, schema)
 
 
-def _as_json(value: str, schema: Mapping[str, Any]) -> str:
+def _as_json(value: str, values: Values) -> str:
     """A value as JSON. Only its schema tells text from what else it may be."""
-    kinds = schema.get("type")
-    types = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
-    options = schema.get("enum")
-    is_text = value in options if isinstance(options, list) else "string" in types
-    if is_text and not (value == "null" and "null" in types):
+    if (values.are_text or value in values.texts) and not (value == "null" and values.may_be_null):
         return json.dumps(value, ensure_ascii=False)
-    if types == {"boolean"} and value.lower() in ("true", "false"):
+    if values.may_be_boolean and value.lower() in ("true", "false"):
         return value.lower()
     try:
         json.loads(value, parse_constant=_refuse)

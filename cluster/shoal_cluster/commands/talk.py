@@ -143,9 +143,10 @@ async def _stream(address: str, call: GenerateCall) -> _Answer:
         async for chunk in client.generate(call):
             if chunk.reasoning:
                 typer.secho(chunk.reasoning, nl=False, dim=True)
-            elif is_reasoning and chunk.text:
+                is_reasoning = True
+            if chunk.text and is_reasoning:
                 typer.echo("\n")
-            is_reasoning = bool(chunk.reasoning) or (is_reasoning and not chunk.text)
+                is_reasoning = False
             typer.echo(chunk.text, nl=False)
             texts.append(chunk.text)
             usage = chunk.usage or usage

@@ -14,8 +14,8 @@ from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.model_config import ModelConfig
-from shoal_replica.request import Request
-from shoal_replica.request_checks import check_scores, prepared
+from shoal_replica.request import FinishReason, Request
+from shoal_replica.request_checks import prepared
 from shoal_replica.sampling_defaults import with_defaults
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import FIELD, StructuredOutput
@@ -37,7 +37,9 @@ class AnswerReaders:
             return [chunk]
         reader = self._readers[chunk.index]
         num_thought = reader.num_thought
-        first, *others = reader.push(chunk.text, is_last=chunk.finish_reason is not None) or (AnswerPiece(),)
+        reason = chunk.finish_reason
+        pieces = reader.push(chunk.text, is_last=reason is not None, is_cut=reason is FinishReason.LENGTH)
+        first, *others = pieces or (AnswerPiece(),)
         # A chunk has as many tokens as have come together: in one where reasoning ends, they count by their text.
         share = (reader.num_thought - num_thought) / len(chunk.text) if chunk.text else reader.is_reasoning
         share = min(1.0, share)  # what was held before it was known to be reasoning is not counted
@@ -111,7 +113,6 @@ class RequestMaker:
             raise InvalidArgument("messages", [], "must have at least one message")
         read = partial(self._read, call, max_model_len)
         prompt, token_ids, params = await asyncio.to_thread(read) if call.length > LONG_TEXT else read()
-        check_scores(params, len(token_ids))
         if (answer := params.structured_output) is not None:
             await asyncio.to_thread(self._grammars.check, answer)
         readers: list[AnswerReader] = []

@@ -647,6 +647,31 @@ async def test_logprobs_of_a_response_are_those_of_its_text(client: openai.Async
     assert sum(len(event.logprobs) for event in deltas) == len(expected)
 
 
+async def test_logprobs_that_come_with_the_end_of_reasoning_are_told(
+    client: openai.AsyncOpenAI, core: FakeGateway
+) -> None:
+    core.text, core.num_merged = "<think>ab</think>\n\nYes é", 1000
+    told = await client.responses.create(
+        model=MODEL, input="hi", tools=[RESPONSE_TOOL], include=["message.output_text.logprobs"]
+    )
+    part = told.output[-1].content[0]  # type: ignore[union-attr]
+    expected = [TOKENIZER.token_bytes(i).decode(errors="replace") for i in TOKENIZER.encode("Yes é")]
+    found = [bytes(entry.bytes).decode(errors="replace") for entry in part.logprobs]
+    assert found[-len(expected) :] == expected, "those of reasoning in the same chunk may come before them"
+
+
+async def test_what_the_assistant_refused_is_part_of_its_turn(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
+    said: Any = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
+    called: Any = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "x", "arguments": None}}],
+    }
+    await client.chat.completions.create(model=MODEL, messages=[*HI, said, called])
+    turns = core.calls[-1].messages or ()
+    assert turns[-2].content == "I cannot."
+    assert [call.arguments for call in turns[-1].tool_calls] == ["{}"]
+
+
 async def test_a_response_repeats_what_was_asked(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
     told = await client.responses.create(
@@ -892,6 +917,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "include_reasoning": False}, 400, "include_reasoning", "only True"),
         (CHAT, {"messages": HI, "thinking_token_budget": 9}, 400, "thinking_token_budget", "not supported"),
         (CHAT, {"messages": HI, "verbosity": "low"}, 400, "verbosity", "only 'medium'"),
+        (RESPONSES, {"input": "hi", "text": {"verbosity": "low"}}, 400, "text.verbosity", "only 'medium'"),
         (CHAT, {"messages": HI, "web_search_options": {}}, 400, "web_search_options", "not supported"),
         (CHAT, {"messages": HI, "return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", "not supp"),
         (COMPLETION, {"prompt": "hi", "logits_processors": ["x"]}, 400, "logits_processors", "not supported"),
@@ -1087,6 +1113,8 @@ async def test_half_a_character_is_said_of_the_prompt(http: httpx.AsyncClient, p
 
 
 async def test_broken_json_is_said_of_the_body(http: httpx.AsyncClient) -> None:
+    answer = await http.post(CHAT, content=b'{"model": "m"}', headers={"content-type": "text/plain"})
+    assert "content-type: application/json" in answer.json()["error"]["message"]
     answer = await http.post(CHAT, content=b"{", headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert error["param"] == "body"

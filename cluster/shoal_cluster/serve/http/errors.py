@@ -60,6 +60,8 @@ def invalid_body(error: RequestValidationError, alternatives: set[str]) -> Error
     if errors[0]["type"] == "json_invalid":  # its location is an offset in the text
         message = f"body: {errors[0]['msg']}: {errors[0]['ctx']['error']}"
         return refusal(400, "invalid_value", message, "body")
+    if isinstance(error.body, bytes):
+        return refusal(400, "invalid_value", "body: send it as JSON, with content-type: application/json", "body")
     paths = [_path(each["loc"], alternatives) for each in errors]
     within = [path for path in paths if path == paths[0] or path.startswith(f"{paths[0]}.")]
     # A union complains once per alternative: the one that got furthest was meant, and all that got as far.

@@ -77,10 +77,11 @@ class TextPart(Body):
 
     type: Text
     text: Text = ""
+    refusal: Text = ""
 
     @property
     def said(self) -> str:
-        return self.text
+        return self.text or self.refusal
 
 
 def renamed(error: Exception, words: Mapping[str, str]) -> Exception:

@@ -43,7 +43,7 @@ class ChatTurn(Body):
         content = "" if self.content is None and self.role == "assistant" else self.content
         return Message(
             self.role,
-            text_of(f"messages.{position}.content", content),
+            text_of(f"messages.{position}.content", content, ("text", "refusal")),
             tuple(body.call() for body in self.tool_calls or ()),
             self.tool_call_id,
             self.name,

@@ -61,7 +61,7 @@ def tool_use(tools: list[ToolBody] | None, choice: ToolChoice | None, parallel: 
 
 class CalledBody(Body):
     name: Text
-    arguments: Text | dict[str, Any] = Field("")
+    arguments: Text | dict[str, Any] | None = Field("")
 
 
 class CallBody(Body):
@@ -72,6 +72,6 @@ class CallBody(Body):
     function: CalledBody
 
     def call(self) -> ToolCall:
-        arguments = self.function.arguments
+        arguments = self.function.arguments or ""
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return ToolCall(self.id, self.function.name, text or "{}")

@@ -61,6 +61,7 @@ class Response:
         events = b""
         if chunk.reasoning:
             events += self._grow("reasoning", chunk.reasoning)
+            self._held_logprobs = list(chunk.logprobs) if chunk.text else []  # which tokens are whose is not known
         if chunk.text:
             events += self._grow("message", chunk.text)
         for piece in chunk.tool_calls:
@@ -88,7 +89,6 @@ class Response:
         self._text.append(text)
         place = self._place() | {"content_index": 0, "delta": text}
         if kind == "reasoning":
-            self._held_logprobs = []
             return events + self._event("response.reasoning_text.delta", **place)
         return events + self._event("response.output_text.delta", **place, logprobs=self._take_logprobs())
 
@@ -192,11 +192,11 @@ def _head(body: ResponsesRequest, request_id: str, model: str) -> Json:
         "previous_response_id": None,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": body.temperature,
         "text": {"format": form},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user or None,
     }

@@ -40,25 +40,17 @@ MAX_METADATA = 16  # as at OpenAI
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-class Part(TextPart):
-    refusal: Text = ""
-
-    @property
-    def said(self) -> str:
-        return self.text or self.refusal
-
-
 class Item(Body):
     """An item of the conversation: a message, a call, its result, or reasoning."""
 
     type: TextOrNull = ""
     role: TextOrNull = ""
-    content: Text | ListOf[Part] | None = None
+    content: Text | ListOf[TextPart] | None = None
     call_id: TextOrNull = ""
     name: TextOrNull = ""
     arguments: TextOrNull = ""
-    output: Text | ListOf[Part] | None = None
-    summary: ListOf[Part] | None = None  # of reasoning, where that is all there is
+    output: Text | ListOf[TextPart] | None = None
+    summary: ListOf[TextPart] | None = None  # of reasoning, where that is all there is
 
 
 class _Typed(Body):
@@ -83,6 +75,7 @@ class TextFormat(Body):
 
 class TextSettings(Body):
     format: TextFormat | None = None
+    verbosity: Annotated[Any, only("medium")] = None
 
 
 class Reasoning(Body):
@@ -222,5 +215,5 @@ def _assistant(where: str, item: Item, thought: str) -> Message:
     return Message("assistant", "", (ToolCall(item.call_id, item.name, item.arguments),), reasoning=thought)
 
 
-def _text(where: str, content: str | list[Part] | None) -> str:
+def _text(where: str, content: str | list[TextPart] | None) -> str:
     return text_of(where, content, TEXT_PARTS)

@@ -178,7 +178,7 @@ class XmlCall:
         return True
 
     def end(self) -> None:
-        """The model has ended its answer within the call: what there is of a value is the value, and the call is done."""
+        """The model ends its answer within the call: what there is of a value is the value, and the call is done."""
         if self._key is not None:
             self._unread += self._notation.end_of_value
             self._read_value()

@@ -384,7 +384,7 @@ async def test_a_beam_search_that_is_lost_with_half_of_its_answer_gives_the_othe
     def hear(self: leg.Leg, replica_id: str, delta: TokenDelta) -> None:
         heard.append(delta)
         if delta.index == 1 and len(heard) < 4:  # after the start, and the best beam
-            self._on_lost()
+            self._finish()
         else:
             take(self, replica_id, delta)
 

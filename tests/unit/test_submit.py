@@ -570,7 +570,7 @@ async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_wai
         placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
         ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         serve.ledger.follow(request.request_id, ignored)
-        outcome = placement.outcome()
+        outcome = placement.start()
         assert serve.ledger._replica_of == {request.request_id: "a"}
         placement.cancel()  # before its task has begun
         await until(lambda: bool(made.runs._kept))

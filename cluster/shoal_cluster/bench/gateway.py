@@ -184,7 +184,7 @@ class _Placement:
         self.sent.set_result(None)
         self.ended: asyncio.Future[Outcome] = loop.create_future()
 
-    def outcome(self) -> asyncio.Future[Outcome]:
+    def start(self) -> asyncio.Future[Outcome]:
         asyncio.get_running_loop().call_later(LONGEST_S, self.cancel)
         return self.ended
 

@@ -22,7 +22,7 @@ GRACE_S = 2.0  # how far apart the end of a call and its last tokens may arrive:
 
 
 class Placement(Protocol):
-    """A request on its way to a replica: its outcome, and the way to take it back.
+    """A request on its way to a replica.
 
     ``sent`` is done when Serve's call has been made. Until then the request waits for its turn, or has been submitted
     on the feed and its call is delayed.
@@ -30,9 +30,13 @@ class Placement(Protocol):
 
     sent: asyncio.Future[None]
 
-    def outcome(self) -> asyncio.Future[Outcome]: ...
+    def start(self) -> asyncio.Future[Outcome]:
+        """Enter the gateway's queue. Returns the future outcome at a replica."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Take the request back, from the queue or from its replica."""
+        ...
 
 
 class ReplicaLost(ShoalError):
@@ -86,7 +90,7 @@ class Leg:
         self._times = times
         self._take = take
         self._go_on = go_on
-        self.follower = Follower(self._on_routed, self._on_delta, self._on_refused, self._on_lost)
+        self.follower = Follower(self._on_routed, self._on_delta, self._on_refused, self._finish)
 
     @property
     def is_done(self) -> bool:
@@ -101,39 +105,55 @@ class Leg:
             InvalidArgument: the replica found the request invalid: no other replica should run it.
             Unavailable: no replica confirmed within ``placement_timeout_s`` of its turn that it had taken it.
         """
-        outcome = placement.outcome()
+        outcome = placement.start()
         outcome.add_done_callback(_error)  # nobody else retrieves the error of a cancelled call
         try:
-            await _first(outcome, self._routed, self._ended, placement.sent)
-            if outcome.done() and not placement.sent.done():
-                outcome.result()  # it was never sent; the client is told why
-            await _first(outcome, self._routed, self._ended, timeout_s=placement_timeout_s)
-            if not (outcome.done() or self._routed.done() or self._ended.done()):
-                raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
+            await self._until_taken(outcome, placement.sent, placement_timeout_s)
             await _first(outcome, self._ended)
-            if self._refusal is not None:
-                return _for_others(self._refusal)
-            lost = f"the feed of replica {self.replica_id} broke"
-            if outcome.done() and (error := _error(outcome)) is not None:
-                self.is_replica_gone = True
-                lost = f"replica {self.replica_id}: {type(error).__name__}"
-            elif outcome.done():
-                if outcome.result().refused and not self._has_begun:
-                    return _for_others(outcome.result())
-                self._is_handed_back = outcome.result().refused
-                if not self._is_handed_back:
-                    await _first(self._ended, timeout_s=GRACE_S)
-                lost = f"replica {self.replica_id} ended the request early"
-            elif self.is_done:
-                await _first(outcome, timeout_s=GRACE_S)  # cancelling a call that is returning would count as a failure
-            if not self.is_done and self._is_handed_back:
+            if (refusal := self._refusal or self._refused_by(outcome)) is not None:
+                return _for_others(refusal)
+            why_lost = await self._last_words(outcome)
+            if self.is_done:
+                return None
+            if self._is_handed_back:
                 raise ReplicaLeft(f"replica {self.replica_id} has handed it back")
-            if not self.is_done:
-                raise ReplicaLost(lost)
-            return None
+            raise ReplicaLost(why_lost)
         finally:
             if not outcome.done():
                 placement.cancel()
+
+    async def _until_taken(
+        self, outcome: asyncio.Future[Outcome], sent: asyncio.Future[None], placement_timeout_s: float
+    ) -> None:
+        """Wait until a replica has taken the request, or the leg has ended before that."""
+        await _first(outcome, self._routed, self._ended, sent)
+        if outcome.done() and not sent.done():
+            outcome.result()  # it was never sent; the client is told why
+        await _first(outcome, self._routed, self._ended, timeout_s=placement_timeout_s)
+        if not (outcome.done() or self._routed.done() or self._ended.done()):
+            raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
+
+    def _refused_by(self, outcome: asyncio.Future[Outcome]) -> Outcome | None:
+        """The outcome of a call that is over, if the replica refused the request instead of running it."""
+        if self._has_begun or not outcome.done() or _error(outcome) is not None:
+            return None
+        return outcome.result() if outcome.result().refused else None
+
+    async def _last_words(self, outcome: asyncio.Future[Outcome]) -> str:
+        """Wait for what still travels behind the first sign of the end. Returns why the request is lost if sequences
+        are not done by then.
+        """
+        if not outcome.done():
+            if self.is_done:  # cancelling a call that is returning would count as a failure
+                await _first(outcome, timeout_s=GRACE_S)
+            return f"the feed of replica {self.replica_id} broke"
+        if (error := _error(outcome)) is not None:
+            self.is_replica_gone = True
+            return f"replica {self.replica_id}: {type(error).__name__}"
+        self._is_handed_back = outcome.result().refused
+        if not self._is_handed_back:
+            await _first(self._ended, timeout_s=GRACE_S)
+        return f"replica {self.replica_id} ended the request early"
 
     def _on_routed(self, replica_id: str, is_taken: bool) -> None:
         if replica_id != self.replica_id or self._sent_s is None:
@@ -151,16 +171,16 @@ class Leg:
             return
         if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             self.is_replica_gone = True  # it is stopping, or its engine has failed: the call goes on elsewhere
-            self._on_lost()
+            self._finish()
         elif delta.position != len(output.token_ids):
-            self._on_lost()
+            self._finish()
         else:
             if delta.finish_reason is FinishReason.PREFILLED:
                 self._prefilled.add(delta.index)
                 delta = msgspec.structs.replace(delta, finish_reason=None)
             self._take(self._times, replica_id, delta)
             if self.is_done and not self._ended.done():
-                self._on_lost()
+                self._finish()
                 if any(not self._outputs[index].is_done for index in self._prefilled):
                     self.end = "prefilled"
                     self._go_on(replica_id)
@@ -171,13 +191,14 @@ class Leg:
             self._is_handed_back = True
         else:
             self._refusal = Outcome(True, refused.reason, refused.field, is_full=refused.is_full)
-        self._on_lost()
+        self._finish()
 
     @property
     def _has_begun(self) -> bool:
         return self._times.first_token_s is not None
 
-    def _on_lost(self) -> None:
+    def _finish(self) -> None:
+        """Nothing more comes from this replica."""
         if not self._ended.done():
             self._ended.set_result(None)
 

@@ -53,8 +53,10 @@ class ServePlacement:
         self._take_back: Callable[[], None] | None = None  # aborts it where it was submitted
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def outcome(self) -> asyncio.Future[Outcome]:
-        """Start. If its turn comes at once, the request is on its way when this returns. Raises as ``enter`` does."""
+    def start(self) -> asyncio.Future[Outcome]:
+        """Enter the queue. If its turn comes at once, the request is on its way when this returns. Raises as ``enter``
+        does.
+        """
         try:
             waiter = self._dispatcher.enter(self._pending)
         except BaseException:

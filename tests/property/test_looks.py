@@ -120,7 +120,7 @@ class Gateway:
             query, matched = sent.pending.query, sent.candidates.matched_by(sent.replica_id)
             size = uncached_blocks(query, matched), uncached_tokens(query, matched)
             self.view.expect(query.request_id, sent.replica_id, query.block_hashes)
-            self.view.reserve(query.request_id, sent.replica_id, *size, now)
+            self.view.reserve(query.request_id, sent.replica_id, *size)
         return sent
 
     def held(self, now: float) -> tuple[list[tuple[QueuePlace, ...]], dict[str, tuple[Wish, ...]]]:
@@ -320,5 +320,5 @@ def decided(sent: Dispatch | None) -> object:
     if sent is None:
         return None
     assert sent.look is not None
-    assert sent.look.replay() == (sent.look.steps, True)
-    return sent.pending.query, sent.replica_id, sent.due_s, sent.yields, sent.look.steps
+    assert sent.look.replay() == (sent.look.assignments, True)
+    return sent.pending.query, sent.replica_id, sent.due_s, sent.yields, sent.look.assignments

@@ -73,7 +73,9 @@ def request(rng: Random, replica_ids: tuple[str, ...], number: int) -> Considere
     matched = np.array([rng.choice([0, 0, rng.randint(0, most)]) for _ in replica_ids], np.int64)
     if rng.random() < 0.4 and matched.any():
         query = replace(query, num_known_blocks=int(matched.max()), num_alike=rng.choice([2, 4, 3, 64]))
-        query = replace(query, num_holders=rng.randrange(4)).comes_with(rng.choice([0, 0, int(matched.max()), 9]))
+        query = replace(query, num_holders=rng.randrange(4)).with_blocks_given(
+            rng.choice([0, 0, int(matched.max()), 9])
+        )
     before = tuple(PlacedWish(wish, rng.randrange(count)) for wish in wishes)
     return Considered(query, NOW + rng.choice([-1.0, 0.5, 1.0, 3.0, 20.0, 99.0]), matched, before)
 

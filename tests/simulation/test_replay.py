@@ -19,7 +19,7 @@ from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.considered import Considered
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.look import Draw, Look, Looked, look
+from shoal_cluster.policies.look import Basis, Look, LookResult, look
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights, route
@@ -65,20 +65,25 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
     sent_by: list[tuple[str, Look]] = []
 
     def spy(
-        plan: Plan, considered: Iterable[Considered], plans_all: bool, draw: Callable[[int], Draw], *, at_once: bool
-    ) -> Looked:
-        draws: dict[int, Draw] = {}
+        plan: Plan,
+        considered: Iterable[Considered],
+        plans_all: bool,
+        basis_of: Callable[[int], Basis],
+        *,
+        at_once: bool,
+    ) -> LookResult:
+        bases: dict[int, Basis] = {}
 
-        def noted(number: int) -> Draw:
-            draws[number] = draw(number)
-            return draws[number]
+        def noted(number: int) -> Basis:
+            bases[number] = basis_of(number)
+            return bases[number]
 
         assert isinstance(plan, NotedPlan)
         looked = look(plan, considered, plans_all, noted, at_once=at_once)
-        seen, steps, sent = tuple(looked.considered), tuple(looked.steps), looked.sent
-        record = Look(plan.snapshot, plan.weights, plan.max_steps_ahead, plans_all, seen, draws, steps)
-        assert record.replay() == (steps, sent is not None)
-        counts["held"] += len(steps) - (sent is not None)
+        seen, assignments, sent = tuple(looked.considered), tuple(looked.assignments), looked.sent
+        record = Look(plan.snapshot, plan.weights, plan.max_steps_ahead, plans_all, seen, bases, assignments)
+        assert record.replay() == (assignments, sent is not None)
+        counts["held"] += len(assignments) - (sent is not None)
         counts["sent"] += sent is not None
         return looked
 
@@ -87,10 +92,10 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
     def noting_next(queue: PendingQueue, *arguments: Any) -> Dispatch | None:
         dispatch = real_next(queue, *arguments)
         if dispatch is not None:
-            (steps, is_sent), query = dispatch.look.replay(), dispatch.pending.query
-            assert (steps, is_sent) == (dispatch.look.steps, True)
-            assert dispatch.look.considered[len(steps) - 1].query is query
-            assert dispatch.look.snapshot.replica_ids[steps[-1][0]] == dispatch.replica_id
+            (assignments, is_sent), query = dispatch.look.replay(), dispatch.pending.query
+            assert (assignments, is_sent) == (dispatch.look.assignments, True)
+            assert dispatch.look.considered[len(assignments) - 1].query is query
+            assert dispatch.look.snapshot.replica_ids[assignments[-1][0]] == dispatch.replica_id
             again = route(query, dispatch.candidates, RouteWeights(), Random(dispatch.seed))
             assert again == dispatch.decision
             assert again.ranked[0] == dispatch.replica_id

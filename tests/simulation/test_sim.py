@@ -166,7 +166,7 @@ def test_a_request_no_pool_can_hold_is_refused() -> None:
 
 
 def reserve(cluster: SimCluster) -> None:
-    cluster.gateways[0].view.reserve("request-3", "replica-0000", 1, 1, 0.0)
+    cluster.gateways[0].view.reserve("request-3", "replica-0000", 1, 1)
 
 
 def expect(cluster: SimCluster) -> None:

@@ -62,10 +62,10 @@ def test_who_is_sent_to_another_replica_makes_it_a_holder() -> None:
     assert alike.of(waiting[0]) == (10, 8, 1)
     waiting.append(held(10, HOT))
     knows(alike, waiting[-1], 10, 0, 0)
-    changes = alike.num_changes
+    changes = alike.version
     alike.send(waiting.pop(), 4)
     assert alike.of(waiting[0]) == (10, 8, 2)
-    assert alike.num_changes > changes
+    assert alike.version > changes
 
 
 def test_replicas_that_must_not_take_a_request_hold_nothing_for_it() -> None:
@@ -84,13 +84,13 @@ def test_requests_for_different_roles_are_not_alike() -> None:
 
 
 def test_groups_are_those_of_all_that_are_held() -> None:
-    """By a plain count, over random events; and unless ``num_changes`` differs, nothing is told otherwise of others."""
+    """By a plain count, over random events; and unless ``version`` differs, nothing is told otherwise of others."""
     rng, alike, prompts = Random(1), Alike(), [hash_blocks([kind, *range(300)], 16) for kind in range(3)]
     waiting: dict[int, Held] = {}
     told: dict[int, Shared] = {}
     holders: dict[KnownEnd | None, int] = {}
     for number in range(2000):
-        changes, noted = alike.num_changes, -1
+        changes, noted = alike.version, -1
         if waiting and rng.random() < 0.4:
             gone = waiting.pop(rng.choice(list(waiting)))
             end, num_matched = end_of(gone), rng.choice([0, 3, 9])
@@ -113,7 +113,7 @@ def test_groups_are_those_of_all_that_are_held() -> None:
             is_one = ends[key] is None or num_alike <= holders[ends[key]] + 1
             known = ALONE if is_one else (int(one.matched.max()), num_alike, holders[ends[key]])
             assert alike.of(one) == known
-            assert alike.num_changes != changes or key == noted or told.get(key, known) == known
+            assert alike.version != changes or key == noted or told.get(key, known) == known
         told = {key: alike.of(one) for key, one in waiting.items()}
     for one in waiting.values():
         alike.drop(one)

@@ -70,8 +70,8 @@ async def test_held_requests_all_get_their_answers_and_each_decision_replays() -
         for record in records:
             look = serve.ledger.routes.look_of(record.query.request_id)
             assert look is not None
-            assert look.replay() == (look.steps, True)
-            assert look.snapshot.replica_ids[look.steps[-1][0]] == record.decision.best
+            assert look.replay() == (look.assignments, True)
+            assert look.snapshot.replica_ids[look.assignments[-1][0]] == record.decision.best
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)

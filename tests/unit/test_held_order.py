@@ -82,7 +82,7 @@ def test_the_same_list_until_something_in_it_changes() -> None:
 
 
 @pytest.mark.parametrize("num_before", [NUM_CONSIDERED - 1, NUM_CONSIDERED, NUM_CONSIDERED + 1])
-def test_a_newcomer_is_considered_behind_any_number_of_particular_requests(num_before: int) -> None:
+def test_a_newcomer_is_considered_behind_any_number_of_restricted_requests(num_before: int) -> None:
     """However many were held when the list was last made."""
     order = HeldOrder(FairShares(), NUM_CONSIDERED, LATER_S)
     order.tell_apart(100)

@@ -62,7 +62,7 @@ def send(queue: PendingQueue, view: ClusterView, now: float = 0.0) -> list[tuple
     sent = []
     while (dispatch := queue.next(view, WEIGHTS, now, Random(0))) is not None:
         query = dispatch.pending.query
-        view.reserve(query.request_id, dispatch.replica_id, query.num_blocks_needed, query.num_prompt_tokens, now)
+        view.reserve(query.request_id, dispatch.replica_id, query.num_blocks_needed, query.num_prompt_tokens)
         sent.append((query.request_id, dispatch.replica_id))
     return sent
 
@@ -301,7 +301,7 @@ def test_each_in_a_burst_knows_of_the_copies_made_before_it(count: int) -> None:
         query, matched = dispatch.pending.query, dispatch.candidates.num_matched_blocks
         assert query.num_alike == 1 or query.num_holders == np.count_nonzero(matched == 100)
         told.append(query.num_holders)
-        view.reserve(query.request_id, dispatch.replica_id, 11, 160, 0.0)
+        view.reserve(query.request_id, dispatch.replica_id, 11, 160)
         place = dispatch.candidates.replica_ids.index(dispatch.replica_id)
         view.expect(query.request_id, dispatch.replica_id, query.block_hashes, int(matched[place]))
     assert max(told) >= 1
@@ -332,7 +332,7 @@ def test_a_dispatch_decides_the_same_again() -> None:
     dispatches: list[Dispatch] = []
     while (dispatch := queue.next(view, WEIGHTS, 0.0, rng)) is not None:
         dispatches.append(dispatch)
-        view.reserve(dispatch.pending.query.request_id, dispatch.replica_id, 11, 160, 0.0)
+        view.reserve(dispatch.pending.query.request_id, dispatch.replica_id, 11, 160)
     assert len(dispatches) == 5
     for d in dispatches:
         assert route(d.pending.query, d.candidates, WEIGHTS, Random(d.seed)) == d.decision
@@ -465,7 +465,7 @@ def test_who_had_less_passes_what_yields_and_goes_where_nothing_of_its_own_is_be
         assert dispatch is not None
         query, candidates = dispatch.pending.query, dispatch.candidates
         assert route(query, candidates, WEIGHTS, Random(dispatch.seed)).ranked[0] == dispatch.replica_id
-        view.reserve(request_id, dispatch.replica_id, 1, query.num_prompt_tokens, 0.0)
+        view.reserve(request_id, dispatch.replica_id, 1, query.num_prompt_tokens)
         sent.append(dispatch)
     assert [dispatch.yields for dispatch in sent] == [False, False, True, False]
     assert [dispatch.replica_id for dispatch in sent] == ["own", "other", "own", "other"]
@@ -618,7 +618,7 @@ def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> N
     sent = queue.next(view, weights, 0.5, Random(0))
     assert sent is not None
     assert (sent.pending.tenant, sent.replica_id) == ("second", "later")
-    view.reserve("second", "later", 10, 160, 0.5)
+    view.reserve("second", "later", 10, 160)
     sent = queue.next(view, weights, 0.5, Random(0))
     assert sent is not None
     assert (sent.pending.tenant, sent.replica_id) == ("first", "later")

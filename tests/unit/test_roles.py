@@ -167,9 +167,9 @@ def test_others_help_when_prompts_would_wait_longer_than_the_objective_allows() 
     phase, query = rule(view), make_query(1000)
     view.apply_update("a", make_stats(num_total_blocks=1000, token_s=0.001, num_waiting_tokens=4000), (), (), 0.0)
     assert phase(query) == "prefill"
-    view.reserve("other", "b", 1, 1, 0.0)
+    view.reserve("other", "b", 1, 1)
     assert phase(query) == ""
-    view.reserve("other", "c", 1, 1, 0.0)
+    view.reserve("other", "c", 1, 1)
     assert phase(query) == "prefill"
     queue = PendingQueue(HoldConfig())
     queue.push(PendingRequest(query=make_query(request_id="held"), arrival_s=0.0))  # 160 tokens
@@ -252,7 +252,7 @@ def test_who_waits_for_long_goes_anywhere() -> None:
     assert sent is not None
     assert (sent.replica_id, sent.pending.query.phase) == ("b", "")
     assert sent.look is not None
-    assert sent.look.replay() == (sent.look.steps, True)
+    assert sent.look.replay() == (sent.look.assignments, True)
 
 
 def test_those_of_one_phase_do_not_hide_those_of_the_other() -> None:

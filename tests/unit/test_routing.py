@@ -167,7 +167,7 @@ def test_what_others_pay_is_never_more_than_what_is_computed() -> None:
     hashes = tuple(hash_blocks(range(1600), 16))
     large = make_stats(num_total_blocks=1000)
     asked = make_query(1690, block_hashes=hashes, num_known_blocks=100, num_alike=16, num_holders=1)
-    for query, spared in ((asked, 1600), (asked.comes_with(60), 729), (asked.comes_with(100), 89)):
+    for query, spared in ((asked, 1600), (asked.with_blocks_given(60), 729), (asked.with_blocks_given(100), 89)):
         decision = decision_of(query, make_row("warm", large, num_matched_blocks=100), make_row("cold", large))
         cost = {candidate.replica_id: dict(candidate.terms)["prefill"] for candidate in decision.candidates}
         uncached = query.num_prompt_tokens

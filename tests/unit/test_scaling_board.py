@@ -87,7 +87,7 @@ def test_what_another_version_wrote_reads_as_absent(store: MemoryStore, board: S
 async def test_a_report_says_what_came_and_what_is_promised(board: ScalingBoard, desk: ScalingDesk) -> None:
     desk._ledger.view.join("r")
     desk._ledger.view.apply_snapshot("r", make_stats(), (), 0.0)
-    desk._ledger.view.reserve("request", "r", 2, 30, 0.0)
+    desk._ledger.view.reserve("request", "r", 2, 30)
     desk.meter.arrive(100)
     desk.meter.take(SHED)
     desk.meter.arrive(50)

@@ -111,7 +111,7 @@ def test_one_that_was_idle_has_stalled_only_once_it_has_told_of_work() -> None:
     """It does not know yet of a request just promised to it, and it last reported up to a heartbeat ago."""
     gateway = Gateway("a", "b")
     gateway.hear("a", make_stats(token_s=1e-4), 1.0)
-    gateway.view.reserve("request", "a", 1, 16, 2.1)
+    gateway.view.reserve("request", "a", 1, 16)
     for now in (2.2, 2.4, 2.6):
         assert not gateway.hear("b", make_stats(), now)
     gateway.hear("a", make_stats(num_running=1, token_s=1e-4), 2.7)

@@ -56,7 +56,7 @@ def test_news_of_strangers_is_dropped(view: ClusterView) -> None:
     assert not view.apply_snapshot("two", make_stats(), [A], now=11.0)
     assert not view.apply_update("two", make_stats(), [A], [], now=11.0)
     view.disconnect("two")
-    view.reserve("r", "two", 1, 1, now=11.0)
+    view.reserve("r", "two", 1, 1)
     assert view.reservation("r") is None
     assert view.replica_ids == ("one",)
     view.check_invariants()
@@ -74,8 +74,8 @@ def test_disconnect_needs_a_new_snapshot(view: ClusterView) -> None:
 
 
 def test_promises_add_up_and_end(view: ClusterView) -> None:
-    view.reserve("r1", "one", 3, 40, now=10.0)
-    view.reserve("r2", "one", 2, 10, now=10.0)
+    view.reserve("r1", "one", 3, 40)
+    view.reserve("r2", "one", 2, 10)
     one = row(view, "one")
     assert (one.num_reserved, one.num_reserved_blocks, one.num_reserved_tokens) == (2, 5, 50)
     view.settle(["r1", "unknown"])
@@ -88,18 +88,18 @@ def test_promises_add_up_and_end(view: ClusterView) -> None:
 
 
 def test_a_request_holds_one_promise(view: ClusterView) -> None:
-    view.reserve("r", "one", 3, 40, now=10.0)
-    view.reserve("r", "two", 5, 60, now=10.0)
+    view.reserve("r", "one", 3, 40)
+    view.reserve("r", "two", 5, 60)
     assert (row(view, "one").num_reserved, row(view, "two").num_reserved_blocks) == (0, 5)
-    view.move("r", "one", now=11.0)
+    view.move("r", "one")
     assert (row(view, "one").num_reserved_blocks, row(view, "two").num_reserved) == (5, 0)
-    view.move("unknown", "one", now=11.0)
+    view.move("unknown", "one")
     view.check_invariants()
 
 
 def test_leaving_takes_promises_and_blocks_along(view: ClusterView) -> None:
     view.apply_update("one", make_stats(), [A], [], now=11.0)
-    view.reserve("r", "one", 3, 40, now=11.0)
+    view.reserve("r", "one", 3, 40)
     view.leave("one")
     view.leave("one")
     view.release("r")
@@ -111,7 +111,7 @@ def test_leaving_takes_promises_and_blocks_along(view: ClusterView) -> None:
 def test_rows_are_sorted_and_frozen_in_time(view: ClusterView) -> None:
     view.join("a")
     before = view.replicas_for((), 10.0)
-    view.reserve("r", "one", 3, 40, now=10.0)
+    view.reserve("r", "one", 3, 40)
     assert [r.replica_id for r in before] == ["a", "one", "two"]
     assert all(r.num_reserved == 0 for r in before)
 
@@ -120,7 +120,7 @@ def test_a_snapshot_outlives_all_changes(view: ClusterView) -> None:
     view.apply_update("one", make_stats(num_running=3, num_waiting_tokens=40), [A], [], now=10.0)
     before, read = view.candidates((A, B), 10.5), view.candidates((A, B), 10.5)
     rows, told, columns = read.views(), read.told.tolist(), read.columns.tolist()
-    view.reserve("r", "one", 3, 40, now=10.0)
+    view.reserve("r", "one", 3, 40)
     view.set_foreign("two", 1, 2, 3)
     view.apply_update("one", make_stats(num_running=5), [B], [A], now=11.0)
     view.disconnect("two")
@@ -132,7 +132,7 @@ def test_a_snapshot_outlives_all_changes(view: ClusterView) -> None:
 
 
 def test_what_is_given_away_is_copied_before_it_changes(view: ClusterView) -> None:
-    view.reserve("r", "one", 3, 40, now=10.0)
+    view.reserve("r", "one", 3, 40)
     before = view.candidates((), 10.0)
     assert view.candidates((), 10.0) is before
     view.release("r")

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY
-from shoal_cluster.policies.held import UNKNOWN, Held, KnownEnd
+from shoal_cluster.policies.held import NOT_MATCHED, Held, KnownEnd
 from shoal_cluster.policies.ranking import is_eligible
 
 Shared = tuple[int, int, int]
@@ -46,12 +46,12 @@ class Alike:
     """Groups held requests by the last of the leading blocks that a replica caches of each which may take it.
 
     Attributes:
-        num_changes: while it is the same, ``of`` says the same of each, except of one that is noted in between.
+        version: while it is the same, ``of`` says the same of each, except of one that is noted in between.
     """
 
     def __init__(self) -> None:
         self._groups: dict[KnownEnd, Group] = {}
-        self.num_changes = 0
+        self.version = 0
 
     def note(self, held: Held, present: Candidates) -> None:
         """What is cached of its prompt on the replicas ``present`` has been looked up."""
@@ -60,7 +60,7 @@ class Alike:
         held.noted = matched = held.matched
         query, place = held.pending.query, int(matched.argmax()) if matched.size else -1
         known = matched.item(place) if matched.size else 0
-        if known and (query.is_particular or present.columns.item(CAPACITY, place) < query.num_blocks_needed):
+        if known and (query.is_restricted or present.columns.item(CAPACITY, place) < query.num_blocks_needed):
             matched = np.where(is_eligible(query, present), matched, 0)
             known = matched.item(matched.argmax())
         held.num_known_blocks = known
@@ -85,7 +85,7 @@ class Alike:
     def drop(self, held: Held) -> None:
         """It no longer waits."""
         self._change(held.known_end, num_waiting=-1)
-        held.noted, held.known_end = UNKNOWN, None
+        held.noted, held.known_end = NOT_MATCHED, None
 
     def of(self, held: Held) -> Shared:
         """What ``RouteQuery`` says of it."""
@@ -100,6 +100,6 @@ class Alike:
         group.num_waiting += num_waiting
         group.num_holders += num_holders
         group.share()
-        self.num_changes += group.shared != before
+        self.version += group.shared != before
         if not group.num_waiting:
             del self._groups[end]

@@ -148,10 +148,3 @@ def unknown_columns(count: int) -> Ints:
     columns: Ints = np.empty((len(PROMISED) + len(STANDING), count), np.int64)
     columns[:] = np.array([column(told_row(None, UNKNOWN), (0, 0, 0))]).T
     return columns
-
-
-def unknown(count: int) -> tuple[NDArray[np.void], Ints]:
-    """``told`` and ``columns`` of such replicas."""
-    rows: NDArray[np.void] = np.empty(count, TOLD)
-    rows[:] = told_row(None, UNKNOWN)
-    return rows, unknown_columns(count)

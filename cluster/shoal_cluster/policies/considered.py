@@ -8,7 +8,7 @@ from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.ranking import BYTES_PER_PASSED, RouteQuery
 from shoal_cluster.policies.wishes import PlacedWish
 
-Step = tuple[int, int]
+Assignment = tuple[int, int]
 """What a look decides for a request: the place of the replica that it is sent to or is to wait for, -1 for none; and
 the blocks of its prompt that are cached there.
 """

@@ -20,14 +20,14 @@ class ExpectedBlocks:
     def __init__(self) -> None:
         self._slots: dict[BlockHash, int] = {}
         self._again: dict[tuple[int, BlockHash], int] = {}  # prompts beyond the first that bring a block there
-        self.num_changes = 0
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def add(self, slot: int, block_hashes: Sequence[BlockHash]) -> None:
         """One more prompt brings these blocks, all different, to ``slot``."""
-        self.num_changes += 1
+        self.version += 1
         slots, bit = self._slots, 1 << slot
         if slots.keys().isdisjoint(block_hashes):
             slots.update(dict.fromkeys(block_hashes, bit))
@@ -40,7 +40,7 @@ class ExpectedBlocks:
 
     def remove(self, slot: int, block_hashes: Iterable[BlockHash]) -> None:
         """One prompt fewer brings these blocks to ``slot``. Blocks that none brings there are ignored."""
-        self.num_changes += 1
+        self.version += 1
         slots, again, bit = self._slots, self._again, 1 << slot
         for block_hash in block_hashes:
             if again and (count := again.pop((slot, block_hash), 0)):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal_cluster.policies.columns import Ints, Phase
-from shoal_cluster.policies.considered import Considered, Step
+from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.ranking import RouteQuery
 from shoal_cluster.policies.wishes import Rank
 from shoal_replica.prefix_cache import BlockHash
@@ -46,7 +46,17 @@ class QueuePlace(NamedTuple):
 
 KnownEnd = tuple[BlockHash, Phase]
 """The last block of a prompt that replicas are known to cache, and what the request is placed for."""
-UNKNOWN = np.zeros(0, np.int64)
+NOT_MATCHED = np.zeros(0, np.int64)
+
+
+class Planned(NamedTuple):
+    """Where a request is to wait, and what it takes there: as in ``Wish``."""
+
+    replica_id: str
+    num_blocks: int
+    num_tokens: int
+    num_matched_blocks: int
+    decode_steps: int
 
 
 @dataclass(slots=True, eq=False)
@@ -58,28 +68,35 @@ class Held:
     """
 
     pending: PendingRequest
+    seed: int | None = None  # breaks ties; drawn once, so that it goes on waiting at the same replica
+    in_phase_since_s: float | None = None  # since when it is known to wait for replicas of one role
+    # Its size
     num_new_tokens: int = 0
+    sized_s: float = -math.inf  # when that was looked up
     asked_at: float = 0.0  # when it came, on the clock of ``FairShares``
+    # Its dates, which ``DueDates`` makes
     takes_s: float = 0.0
-    is_lost: bool = False  # it misses its objective: ``due_s`` is a later date
-    not_before_s: float = -math.inf  # ``due_s`` is no earlier, until dates are made for all together
     due_s: float = 0.0
     length_s: float = 0.0  # of its objective, from arrival
-    is_particular: bool = False  # not every replica may take it
-    in_phase_since_s: float | None = None  # since when it is known to wait for replicas of one role
-    matched: Ints = field(default_factory=lambda: UNKNOWN)  # blocks cached on each replica
+    is_lost: bool = False  # it misses its objective: ``due_s`` is a later date
+    not_before_s: float = -math.inf  # ``due_s`` is no earlier, until dates are made for all together
+    # What replicas have of it
+    matched: Ints = field(default_factory=lambda: NOT_MATCHED)  # blocks cached on each replica
     matched_s: float = -math.inf  # when ``matched`` was looked up
     matched_of: tuple[str, ...] = ()  # the replicas that ``matched`` speaks of
-    noted: Ints = field(default_factory=lambda: UNKNOWN)  # as ``Alike`` last took in ``matched``:
-    num_known_blocks: int = 0  # the most on a replica that may take it,
-    known_end: KnownEnd | None = None  # and where these end
-    sized_s: float = -math.inf  # when ``num_new_tokens`` was looked up
-    seed: int | None = None  # breaks ties; drawn once, so that it goes on waiting at the same replica
-    entry: tuple[Rank, int, Held] | None = None  # its place in the order of the queue
-    begins_by: tuple[float, int, Held] | None = None  # and in the order of when requests have to begin
+    # The same as ``Alike`` has taken it in
+    noted: Ints = field(default_factory=lambda: NOT_MATCHED)  # ``matched`` then
+    num_known_blocks: int = 0  # the most on a replica that may take it
+    known_end: KnownEnd | None = None  # where these end
+    # Its places in ``HeldOrder``
+    entry: tuple[Rank, int, Held] | None = None  # in the order of the queue
+    begins_by: tuple[float, int, Held] | None = None  # in the order of when requests have to begin
+    is_restricted: bool = False  # not every replica may take it
+    # What looks made of it
     considered: Considered | None = None  # as a look saw it last
-    step: Step | None = None  # what a look decided for it last; None if its size has changed since
-    wish: tuple[str, int, int, int, int] | None = None  # where it was planned last, and fields of its ``Wish``
+    assignment: Assignment | None = None  # what a look decided for it last; None if its size has changed since
+    planned: Planned | None = None  # where it was planned last
 
     def queue_place(self, now: float) -> QueuePlace:
-        return QueuePlace(self.pending.query.request_id, self.wish[0] if self.wish else "", self.due_s - now)
+        replica_id = "" if self.planned is None else self.planned.replica_id
+        return QueuePlace(self.pending.query.request_id, replica_id, self.due_s - now)

@@ -22,8 +22,8 @@ class HeldOrder:
     """Kept sorted as requests come and change, so that a look at hundreds moves only the few that have changed. Owned
     by a queue, whose requests these are. Ties go by arrival at this gateway.
 
-    A look considers the first ``num_considered`` requests, and for each of them that is particular (only some replicas
-    may take it) one more that is not, and one that is so in another way: particular requests must not keep others from
+    A look considers the first ``num_considered`` requests, and for each of them that is restricted (only some replicas
+    may take it) one more that is not, and one that is so in another way: restricted requests must not keep others from
     the remaining replicas.
 
     Args:
@@ -37,10 +37,10 @@ class HeldOrder:
         self._later_s = later_s
         self._num_considered = num_considered
         self._last_considered: float = num_considered  # changes beyond this place leave ``_to_consider`` as it is
-        self._num_particular = 0
+        self._num_restricted = 0
         self._least_capacity: float = math.inf
         self._to_consider: list[Due] | None = None  # None: to be worked out
-        self._num_changes = shares.num_changes
+        self._shares_version = shares.version
         self._num_put = 0
         self._ranked: list[Entry] = []
         self._tokens: list[int] = []  # of each entry of ``_ranked``: what it has to compute
@@ -53,7 +53,7 @@ class HeldOrder:
 
     def put(self, held: Held) -> None:
         """Add a request, or move it because its dates have changed."""
-        if self._num_changes != self._shares.num_changes:
+        if self._shares_version != self._shares.version:
             self._rank_anew()
         begins_by_s = held.due_s - held.takes_s
         if held.entry is None or held.begins_by is None:
@@ -67,8 +67,8 @@ class HeldOrder:
             self.remove(held)
         held.entry = (self.rank(held), number, held)
         held.begins_by = (begins_by_s, number, held)
-        held.is_particular = self._is_particular(held)
-        self._num_particular += held.is_particular
+        held.is_restricted = self._is_restricted(held)
+        self._num_restricted += held.is_restricted
         place = bisect_left(self._ranked, held.entry) if self._ranked else 0
         self._ranked.insert(place, held.entry)
         self._tokens.insert(place, held.num_new_tokens)
@@ -78,7 +78,7 @@ class HeldOrder:
 
     def move_all(self) -> None:
         """The dates of all requests may have changed: sort once, not one by one."""
-        self._num_changes, self._to_consider = self._shares.num_changes, None
+        self._shares_version, self._to_consider = self._shares.version, None
         ranked: list[Entry] = []
         by_begin: list[BeginsBy] = []
         for _, number, held in self._ranked:
@@ -97,29 +97,29 @@ class HeldOrder:
         del self._ranked[place], self._tokens[place]
         del self._by_begin[bisect_left(self._by_begin, held.begins_by) if self._ranked else 0]
         held.entry = held.begins_by = None
-        self._num_particular -= held.is_particular
+        self._num_restricted -= held.is_restricted
         if place < self._last_considered:
             self._to_consider = None
 
     def tell_apart(self, least_capacity: int) -> None:
-        """The smallest replica that takes requests has ``least_capacity`` blocks: larger requests are particular."""
+        """The smallest replica that takes requests has ``least_capacity`` blocks: larger requests are restricted."""
         if least_capacity == self._least_capacity:
             return
         self._least_capacity, self._to_consider = least_capacity, None
         for _, _, held in self._ranked:
-            held.is_particular = self._is_particular(held)
-        self._num_particular = sum(held.is_particular for _, _, held in self._ranked)
+            held.is_restricted = self._is_restricted(held)
+        self._num_restricted = sum(held.is_restricted for _, _, held in self._ranked)
 
     def to_consider(self) -> list[Due]:
-        """The most urgent requests, each with its due date at the replica: no later than that of any after it, but a
-        heavy tenant's request keeps its own. The same list object until something changes, if it has more than one.
+        """The most urgent requests in order, each with the due date that it is sent with. So that replicas keep this
+        order, a date is moved up to the earliest one behind it; heavy tenants' requests keep their own, later ones. The
+        same list object is returned until the order changes, unless there is only one request.
         """
-        if self._num_changes != self._shares.num_changes:
-            self._rank_anew()
+        entries = self._entries
         if self._to_consider is not None:
             return self._to_consider
-        if len(self._ranked) == 1:
-            held = self._ranked[0][2]
+        if len(entries) == 1:
+            held = entries[0][2]
             return [(held, self._due_there_s(held))]
         urgent = self._urgent()
         if self._shares.are_even:
@@ -135,40 +135,32 @@ class HeldOrder:
 
     def up_to(self, held: Held, limit: int) -> tuple[list[Held], int]:
         """The last requests before it and itself, ``limit`` at most in all; and how many there are."""
-        if self._num_changes != self._shares.num_changes:
-            self._rank_anew()
+        entries = self._entries
         assert held.entry is not None
-        count = bisect_left(self._ranked, held.entry) + 1
-        return [other for _, _, other in self._ranked[max(0, count - limit) : count]], count
+        count = bisect_left(entries, held.entry) + 1
+        return [other for _, _, other in entries[max(0, count - limit) : count]], count
 
     def before(self, held: Held, due_s: float) -> tuple[int, int]:
         """Prompt tokens of the requests that would go before this one if it were due at ``due_s``, and how many those
         are.
         """
         assert held.entry is not None
-        if self._num_changes != self._shares.num_changes:
-            self._rank_anew()
+        entries = self._entries
         rank = (*self.rank(held)[:2], due_s)
-        place = bisect_left(self._ranked, (rank, held.entry[1]))
+        place = bisect_left(entries, (rank, held.entry[1]))
         is_among = held.entry[0] < rank  # it is due sooner, if only by a rounding
         return sum(self._tokens[:place]) - is_among * held.num_new_tokens, place - is_among
 
     def __iter__(self) -> Iterator[Held]:
         """In order."""
-        if self._num_changes != self._shares.num_changes:
-            self._rank_anew()
-        return (held for _, _, held in self._ranked)
+        return (held for _, _, held in self._entries)
 
     def __reversed__(self) -> Iterator[Held]:
-        if self._num_changes != self._shares.num_changes:
-            self._rank_anew()
-        return (held for _, _, held in reversed(self._ranked))
+        return (held for _, _, held in reversed(self._entries))
 
     def first(self, count: int) -> set[Held]:
         """The most urgent ``count`` requests."""
-        if self._num_changes != self._shares.num_changes:
-            self._rank_anew()
-        return {held for _, _, held in self._ranked[:count]}
+        return {held for _, _, held in self._entries[:count]}
 
     def that_begin_by(self, time_s: float) -> list[Held]:
         """The requests that have to begin at ``time_s`` or earlier."""
@@ -183,18 +175,25 @@ class HeldOrder:
         """Whether its tenant asks for more than its even share."""
         return self._shares.is_over(held.pending.tenant)
 
+    @property
+    def _entries(self) -> list[Entry]:
+        """In order, sorted anew if tenants have changed places."""
+        if self._shares_version != self._shares.version:
+            self._rank_anew()
+        return self._ranked
+
     def _urgent(self) -> list[Held]:
         """The requests that a look considers."""
         size = self._num_considered
         urgent = [held for _, _, held in self._ranked[:size]]
-        num_more = sum(held.is_particular for held in urgent) if self._num_particular else 0
+        num_more = sum(held.is_restricted for held in urgent) if self._num_restricted else 0
         if num_more:
-            limits = {_limits(held) for held in urgent if held.is_particular}
+            limits = {_limits(held) for held in urgent if held.is_restricted}
             num_others = num_free = num_more
             for _, _, held in islice(self._ranked, size, None):
-                if not held.is_particular and num_free:
+                if not held.is_restricted and num_free:
                     num_free -= 1
-                elif held.is_particular and num_others and _limits(held) not in limits:
+                elif held.is_restricted and num_others and _limits(held) not in limits:
                     num_others -= 1
                 else:
                     continue
@@ -204,10 +203,10 @@ class HeldOrder:
         self._last_considered = math.inf if num_more else size
         return urgent
 
-    def _is_particular(self, held: Held) -> bool:
+    def _is_restricted(self, held: Held) -> bool:
         """Whether some replica may not take it: it is too large for one, or must not go to one."""
         query = held.pending.query
-        return query.is_particular or query.num_blocks_needed > self._least_capacity
+        return query.is_restricted or query.num_blocks_needed > self._least_capacity
 
     def _due_there_s(self, held: Held) -> float:
         """When it is due at the replica."""
@@ -215,7 +214,7 @@ class HeldOrder:
 
     def _rank_anew(self) -> None:
         """The places of tenants have changed: sort again. Most entries stay as they are, so that takes little time."""
-        self._num_changes, self._to_consider = self._shares.num_changes, None
+        self._shares_version, self._to_consider = self._shares.version, None
         ranked: list[Entry] = []
         for entry in self._ranked:
             rank, number, held = entry

@@ -17,7 +17,7 @@ def native_least_cost(
 ) -> tuple[int, int]:
     """The cheapest replica's place, if it has room now and no other costs the same, else -1; and how many are eligible.
 
-    ``query`` must pass no other requests and not be particular, and there must be at least one replica. Costs are
+    ``query`` must pass no other requests and not be restricted, and there must be at least one replica. Costs are
     those of ``routing.cost``. For one thread at a time.
     """
     assert library is not None

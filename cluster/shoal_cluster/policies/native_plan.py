@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import DUE, TOLD, Ints
-from shoal_cluster.policies.considered import Considered, Step
+from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.ranking import PRICED_STEPS, is_allowed
@@ -116,7 +116,7 @@ class NativePlan:
 
     def until_startable(
         self, columns: Ints, considered: Sequence[Considered], plans_all: bool
-    ) -> tuple[list[Step], bool]:
+    ) -> tuple[list[Assignment], bool]:
         """See ``Plan.until_startable``. What is given away is counted into ``columns``."""
         assert library is not None
         count = len(considered)
@@ -139,7 +139,7 @@ class NativePlan:
         passed, excluded, before = None, None, None
         if query.passed:
             passed = self._passed_by(query.passed)
-        if query.is_particular:
+        if query.is_restricted:
             excluded = ~is_allowed(query, self._snapshot)
         if one.before:
             before = (CWish * len(one.before))(*map(_wish, one.before))

@@ -15,12 +15,12 @@ from random import Random
 from shoal_cluster.policies.alike import Alike
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY
-from shoal_cluster.policies.considered import Step
+from shoal_cluster.policies.considered import Assignment
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
-from shoal_cluster.policies.held import RESUMED_PRIORITY, UNKNOWN, Held, PendingRequest, QueuePlace
+from shoal_cluster.policies.held import NOT_MATCHED, RESUMED_PRIORITY, Held, PendingRequest, Planned, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
-from shoal_cluster.policies.look import Draw, Look, look
+from shoal_cluster.policies.look import Basis, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
@@ -153,8 +153,8 @@ class PendingQueue:
                 self._count_phase(held, -1)
                 self._by_urgency.remove(held)
                 held.pending = replace(held.pending, query=replace(held.pending.query, phase=""))
-                held.considered = held.step = None
-                held.noted = UNKNOWN
+                held.considered = held.assignment = None
+                held.noted = NOT_MATCHED
                 self._by_urgency.put(held)
 
     def know_match(self, request_id: str, candidates: Candidates) -> None:
@@ -222,11 +222,11 @@ class PendingQueue:
             self._by_urgency.tell_apart(outlook.least_capacity)
         order = self._by_urgency.to_consider()
         has_room = len(self._held) == 1 or self._is_one_of_many or outlook.most_room > 0
-        if not has_room and all(held.step for held, _ in order):
+        if not has_room and all(held.assignment for held, _ in order):
             return None  # nothing could start, and it is known of each where it is to wait, for whoever asks
-        draws: dict[int, Draw] = {}
+        bases: dict[int, Basis] = {}
 
-        def draw(number: int) -> Draw:
+        def basis_of(number: int) -> Basis:
             held, _ = order[number]
             if held.seed is None:
                 held.seed = rng.getrandbits(32)
@@ -234,24 +234,24 @@ class PendingQueue:
             held.matched, held.matched_s, held.matched_of = candidates.num_matched_blocks, now, view.replica_ids
             if len(self._held) > 1:
                 self._alike.note(held, candidates)
-            draws[number] = candidates, held.seed
-            return draws[number]
+            bases[number] = candidates, held.seed
+            return bases[number]
 
         plans_all, self._has_unplanned = self._has_unplanned, False
         considered = self._to_consider.of(order, view, now)
-        seen, steps, sent = look(plan, considered, plans_all, draw, at_once=len(order) == 1)
-        if draws:
+        seen, assignments, sent = look(plan, considered, plans_all, basis_of, at_once=len(order) == 1)
+        if bases:
             self._to_consider.forget()  # these have been looked up since
-        for (held, _), step in zip(order, steps if sent is None else steps[:-1], strict=False):
+        for (held, _), assignment in zip(order, assignments if sent is None else assignments[:-1], strict=False):
             held.sized_s = now
-            if step != held.step:
-                self._note(held, step, view, begins_s)
+            if assignment != held.assignment:
+                self._note(held, assignment, view, begins_s)
         if sent is None:
             return None
         self._has_unplanned = plans_all
-        held = order[len(steps) - 1][0]
-        yields = self._send(held, steps[-1][1], view, now)
-        inputs = view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, tuple(seen), draws
+        held = order[len(assignments) - 1][0]
+        yields = self._send(held, assignments[-1][1], view, now)
+        inputs = view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, tuple(seen), bases
         pending, query = held.pending, seen[-1].query
         return Dispatch(
             pending if pending.query is query else replace(pending, query=query),
@@ -260,14 +260,16 @@ class PendingQueue:
             sent.candidates,
             sent.seed,
             sent.decision,
-            Look(*inputs, tuple(steps)),
+            Look(*inputs, tuple(assignments)),
             yields=yields,
         )
 
     def _renew_dates(self, view: ClusterView, plan: Plan, outlook: Outlook, present: Candidates) -> float:
         """Make due dates that can be met. Returns when a prompt that is sent now can begin."""
         now = present.now
-        begins_s, is_due, is_new = now + outlook.wait_s, self._pace.is_due(now), self._pace.look(present, now)
+        begins_s = now + outlook.wait_s
+        is_due = self._pace.is_due(now)  # asked first: ``look`` changes the answer
+        is_new = self._pace.look(present, now)
         if is_new:
             begins_s = now + plan.outlook(self._pace.token_s).wait_s
         self._dates.renew(self._held.values(), begins_s, is_new)
@@ -279,15 +281,15 @@ class PendingQueue:
             self._dates.renew_together(self._held.values(), wishes, begins_s, present)
         return begins_s
 
-    def _note(self, held: Held, step: Step, view: ClusterView, begins_s: float) -> None:
+    def _note(self, held: Held, assignment: Assignment, view: ClusterView, begins_s: float) -> None:
         """A look has decided anew where ``held`` is to wait."""
-        held.step = place, num_matched = step
+        held.assignment = place, num_matched = assignment
         if place < 0:
-            held.wish = None
+            held.planned = None
             return
         query = held.pending.query
         size = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
-        held.wish = (view.replica_ids[place], *size, num_matched, query.decode_steps)
+        held.planned = Planned(view.replica_ids[place], *size, num_matched, query.decode_steps)
         self._resize(held, size[1])
         self._dates.note(held, begins_s)
 
@@ -315,11 +317,11 @@ class PendingQueue:
             num_left -= held.sized_s > -math.inf
             query, matched = held.pending.query, look_up(held, view, now)
             self._alike.note(held, present)
-            its = takes & is_eligible(query, present) if query.is_particular else takes
+            its = takes & is_eligible(query, present) if query.is_restricted else takes
             num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
             held.sized_s = now
             if num_new_tokens != held.num_new_tokens:
-                held.step = None
+                held.assignment = None
             self._resize(held, num_new_tokens)
             self._dates.note(held, now)
 
@@ -335,9 +337,9 @@ class PendingQueue:
         if not self._is_one_of_many:
             return {}
         wishes: dict[str, list[Wish]] = {}
-        planned = ((held, held.wish) for held in self._by_urgency if held.wish is not None)
-        for held, wish in islice(planned, self._config.max_considered):
+        everyone = ((held, held.planned) for held in self._by_urgency if held.planned is not None)
+        for held, planned in islice(everyone, self._config.max_considered):
             rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
-            its = Wish(rank, *wish[1:], *objective, self._by_urgency.is_over(held))
-            wishes.setdefault(wish[0], []).append(its)
+            its = Wish(rank, *planned[1:], *objective, self._by_urgency.is_over(held))
+            wishes.setdefault(planned.replica_id, []).append(its)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, URGENT, Ints, due_column, promise
-from shoal_cluster.policies.considered import Considered, Step
+from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.foresight import foresee
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.native_plan import NativePlan
@@ -43,23 +43,23 @@ class Plan:
             return self._native.outlook(self._columns, token_s)
         return Outlook.of(self._snapshot, self._columns, self._steps_ahead, token_s)
 
-    def until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Step], bool]:
+    def until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Assignment], bool]:
         """Give ``considered`` requests to their best replicas, to wait there, one after another: up to one that seems
         able to start, or (without ``plans_all``) until no replica may start anything more. Other gateways' requests
-        before each are given room, too. Returns the steps, and whether the next request seems able to start.
+        before each are given room, too. Returns the assignments, and whether the next request seems able to start.
         """
         if self._native is not None and considered:
             self._own()
-            steps, may_start = self._native.until_startable(self._columns, considered, plans_all)
-            self._is_untouched &= not steps and not considered[0].before
-            return steps, may_start
+            assignments, may_start = self._native.until_startable(self._columns, considered, plans_all)
+            self._is_untouched &= not assignments and not considered[0].before
+            return assignments, may_start
         return self._until_startable(considered, plans_all)
 
-    def _until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Step], bool]:
+    def _until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Assignment], bool]:
         """By numpy, all requests at once: what is given to a replica makes it dearer, so the best one for a request
         stays the best until it is given something itself.
         """
-        steps: list[Step] = []
+        assignments: list[Assignment] = []
         best, dearer, told = self._best(considered), set[int](), self._snapshot.told
         most, startable = self._steps_ahead.most(told), self._steps_ahead.may_start_urgent(told, self._columns)
 
@@ -77,12 +77,12 @@ class Plan:
                 ((place, has_room),) = self._best([one])
             num_matched = one.matched.item(place) if place >= 0 else 0
             if has_room and self.can_start(one.query, place, num_matched, one.due_s):
-                return steps, True
-            steps.append((place, num_matched))
+                return assignments, True
+            assignments.append((place, num_matched))
             if place >= 0:
                 self.give(one.query, place, num_matched)
                 note([place])
-        return steps, False
+        return assignments, False
 
     def can_start(self, query: RouteQuery, place: int, num_matched_blocks: int, due_s: float) -> bool:
         """Whether the replica at ``place`` has time and room now for ``query``, due at ``due_s``."""
@@ -132,7 +132,7 @@ class Plan:
             before = np.stack([load(query, cluster) for query in queries])
         takes = columns[CAPACITY] >= size[:, 1:2]
         for number, query in enumerate(queries):
-            if query.is_particular:
+            if query.is_restricted:
                 takes[number] = is_eligible(query, cluster)
         spared = np.stack([spared_tokens(one.query, one.matched) for one in considered])
         costs = np.where(takes, work(cluster, uncached, spared, prices, self.weights, before), np.inf)

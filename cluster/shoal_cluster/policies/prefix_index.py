@@ -33,7 +33,7 @@ class PrefixIndex:
             raise ValueError(f"max_entries: got {max_entries}; must be at least 1")
         self._table = make_table(max_entries)
         self.max_entries = self._table.max_entries
-        self._num_changes = 0
+        self._version = 0
         self._slot_of: dict[str, int] = {}
         self.expected = ExpectedBlocks()
 
@@ -47,7 +47,7 @@ class PrefixIndex:
     @property
     def version(self) -> int:
         """As long as it stays the same, so do the answers."""
-        return self._num_changes + self.expected.num_changes
+        return self._version + self.expected.version
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ class PrefixIndex:
         """``replica_id`` now holds ``block_hashes``, deeper ones last. Those that it already holds count once."""
         slot, block_hashes = self._take_slot(replica_id), dict.fromkeys(block_hashes)
         if block_hashes:
-            self._num_changes += 1
+            self._version += 1
             self._table.hold(slot, block_hashes)
 
     def expect(self, replica_id: str, block_hashes: Sequence[BlockHash], num_held: int) -> Sequence[BlockHash]:
@@ -90,7 +90,7 @@ class PrefixIndex:
         """``replica_id`` no longer holds ``block_hashes``. Those that it was not known to hold are ignored."""
         slot = self._slot_of.get(replica_id)
         if slot is not None and block_hashes:
-            self._num_changes += 1
+            self._version += 1
             self._table.release(slot, block_hashes)
 
     def drop(self, replica_id: str) -> None:
@@ -135,7 +135,7 @@ class PrefixIndex:
     def _clear_all(self, replica_id: str) -> None:
         if self.num_held(replica_id):
             slot = self._slot_of[replica_id]
-            self._num_changes += 1
+            self._version += 1
             self._table.release_all(slot)
 
     def _take_slot(self, replica_id: str) -> int:

@@ -32,7 +32,7 @@ class RouteQuery:
 
     Attributes:
         block_hashes: hashes of the prompt's full blocks.
-        num_prompt_tokens: those that must be computed where none of it is cached: all but what ``comes_with`` it.
+        num_prompt_tokens: those that must be computed where none of it is cached: all but what comes with it.
         num_blocks_needed: blocks that the request needs to start: those of its prompt and of its first token.
         excluded: replicas that have refused or lost the request already, or lack its adapter.
         decode_steps: steps in which it will decode beside other sequences, as far as they are priced: the tokens that
@@ -67,12 +67,12 @@ class RouteQuery:
         """The same for a decision at another time: what it says of other requests is out of date."""
         return replace(self, passed=(), num_known_blocks=0, num_alike=1, num_holders=0)
 
-    def comes_with(self, num_blocks: int) -> RouteQuery:
-        """The same where so many of its leading blocks come with it: they take room, but are not computed."""
+    def with_blocks_given(self, num_blocks: int) -> RouteQuery:
+        """The same where so many of its leading blocks come from another replica: they take room, but no computing."""
         return replace(self, num_prompt_tokens=max(1, self.num_prompt_tokens - num_blocks * self.block_size))
 
     @property
-    def is_particular(self) -> bool:
+    def is_restricted(self) -> bool:
         """Whether there may be replicas that it must not go to, whatever their size."""
         return bool(self.excluded or self.phase)
 
@@ -260,7 +260,7 @@ def some(items: Sequence[str]) -> str:
 def is_eligible(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
     """Which replicas could take the request, now or later [n]."""
     eligible: NDArray[np.bool_] = candidates.columns[CAPACITY] >= query.num_blocks_needed
-    return eligible & is_allowed(query, candidates) if query.is_particular else eligible
+    return eligible & is_allowed(query, candidates) if query.is_restricted else eligible
 
 
 def is_allowed(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:

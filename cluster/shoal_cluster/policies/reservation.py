@@ -11,4 +11,3 @@ class Reservation(NamedTuple):
     replica_id: str
     num_blocks: int
     num_tokens: int
-    time_s: float

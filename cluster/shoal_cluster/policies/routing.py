@@ -121,7 +121,7 @@ def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, see
 
 def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> tuple[int, int]:
     """The cheapest place and the number of eligible ones, if it has room now and no other costs the same; else -1."""
-    if query.is_particular or query.passed or not candidates.replica_ids:
+    if query.is_restricted or query.passed or not candidates.replica_ids:
         return -1, 0
     if library is not None:
         return native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))

@@ -37,11 +37,11 @@ class FairShares:
     heavy that ask for far more than there is for them: letting so many others go first makes a tenant late.
 
     Attributes:
-        num_changes: while it is the same, so is every tenant's ``place``.
+        version: while it is the same, so is every tenant's ``place``.
     """
 
     def __init__(self) -> None:
-        self.num_changes = 0
+        self.version = 0
         self._num_held: dict[tuple[str, int], int] = {}  # by tenant and priority
         self._held_by: dict[str, int] = {}
         self._asked: dict[str, float] = {}  # tokens asked for lately, as of age 0
@@ -158,7 +158,7 @@ class FairShares:
             if name in self._served or name in self._held_by
         }
         places = self._find_places()
-        self.num_changes += places != self._places
+        self.version += places != self._places
         self._places = places
 
     def _unserved(self) -> set[str]:

@@ -47,7 +47,7 @@ class ToConsider:
         self._kept_order: Order = ()
         self._kept_ids: tuple[str, ...] = ()
         self._kept_until_s = -math.inf
-        self._kept_alike = 0  # ``Alike.num_changes`` then
+        self._kept_version = 0  # ``Alike.version`` then
 
     def forget(self) -> None:
         """Something that was kept is no longer up to date."""
@@ -56,14 +56,14 @@ class ToConsider:
     def of(self, order: Order, view: ClusterView, now: float) -> Iterable[Considered]:
         """The requests of ``order`` as a look sees them, with other gateways' wishes between them."""
         is_same = order is self._kept_order and view.replica_ids is self._kept_ids
-        if is_same and now < self._kept_until_s and self._alike.num_changes == self._kept_alike:
+        if is_same and now < self._kept_until_s and self._alike.version == self._kept_version:
             return self._kept
         return self._each(order, view, now)
 
     def _each(self, order: Order, view: ClusterView, now: float) -> Iterator[Considered]:
         """One after another: where tenants are uneven that takes time, and a look may need only the first."""
         considered: list[Considered] = []
-        num_changes = self._alike.num_changes  # more may come: those before are then to be told anew
+        version = self._alike.version  # more may come: those before are then to be told anew
         is_even, until_s = self._shares.are_even, math.inf
         present = view.present(now)
         foreign = iter(view.wishes(now) if self._is_one_of_many else ())
@@ -95,7 +95,7 @@ class ToConsider:
             considered.append(one)
             yield one
         self._kept, self._kept_ids, self._kept_until_s = considered, view.replica_ids, until_s
-        self._kept_alike = num_changes
+        self._kept_version = version
         self._kept_order = order if is_even and not self._is_one_of_many else ()
 
 
@@ -113,7 +113,7 @@ def _saying(query: RouteQuery, passed: Passed, shared: Shared) -> RouteQuery:
 def look_up(held: Held, view: ClusterView, now: float, max_age_s: float = MAX_MATCH_AGE_S) -> Ints:
     """Blocks of its prompt cached on each replica [n], as looked up no longer than ``max_age_s`` ago."""
     if held.matched_of is not view.replica_ids:
-        held.step, held.matched_s = None, -math.inf  # the place in ``step`` is one of other replicas
+        held.assignment, held.matched_s = None, -math.inf  # its place is one of other replicas
     if held.matched_s < now - max_age_s:
         held.matched = view.match(held.pending.query.block_hashes)
         held.matched_s, held.matched_of = now, view.replica_ids

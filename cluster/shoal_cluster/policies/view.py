@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, with_item
 from shoal_cluster.policies.columns import (
     PROMISED,
+    TOLD,
     UNKNOWN,
     Ints,
     Phase,
@@ -17,7 +18,7 @@ from shoal_cluster.policies.columns import (
     column,
     promise,
     told_row,
-    unknown,
+    unknown_columns,
 )
 from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
 from shoal_cluster.policies.matches import Matches
@@ -28,6 +29,8 @@ from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
 
 __all__ = ["ClusterView", "ReplicaView", "Reservation"]
+
+T = TypeVar("T")
 
 
 class ClusterView:
@@ -52,7 +55,7 @@ class ClusterView:
         self._stats: list[ReplicaStats | None] = []
         self._rows: list[tuple[Any, ...]] = []  # those of ``_told``
         self._states: tuple[ReplicaState, ...] = ()
-        self._told, self._columns = unknown(0)
+        self._told, self._columns = np.array([], TOLD), unknown_columns(0)
         self._foreign: list[tuple[int, int, int]] = []  # the part that other gateways have promised
         self._updated_s = np.zeros(0)  # infinite while there are no stats
         self._present = Present(self._told)
@@ -152,7 +155,7 @@ class ClusterView:
         """A replica's feed ended: nothing new is sent there until the next snapshot. Its last ledger stays visible."""
         self._change(replica_id, connected=False, stalled=False)
 
-    def reserve(self, request_id: str, replica_id: str, num_blocks: int, num_tokens: int, now: float) -> None:
+    def reserve(self, request_id: str, replica_id: str, num_blocks: int, num_tokens: int) -> None:
         """Promise room on ``replica_id``, in place of the request's earlier promise.
 
         Args:
@@ -161,21 +164,21 @@ class ClusterView:
         """
         self.release(request_id)
         if replica_id in self._place_of:
-            reservation = Reservation(replica_id, num_blocks, num_tokens, now)
+            reservation = Reservation(replica_id, num_blocks, num_tokens)
             self._reservations[request_id] = reservation
             self._count(reservation, +1)
 
-    def move(self, request_id: str, replica_id: str, now: float) -> None:
+    def move(self, request_id: str, replica_id: str) -> None:
         """Move a request's promise to another replica. Does nothing if it has none."""
-        held = self._reservations.get(request_id)
-        if held is not None:
-            self.reserve(request_id, replica_id, held.num_blocks, held.num_tokens, now)
+        reservation = self._reservations.get(request_id)
+        if reservation is not None:
+            self.reserve(request_id, replica_id, reservation.num_blocks, reservation.num_tokens)
 
     def release(self, request_id: str) -> None:
         """Withdraw a request's promise. Idempotent."""
-        held = self._reservations.pop(request_id, None)
-        if held is not None:
-            self._count(held, -1)
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            self._count(reservation, -1)
 
     def expect(
         self, prompt: PromptKey, replica_id: str, block_hashes: Sequence[BlockHash], num_matched_blocks: int = 0
@@ -256,8 +259,8 @@ class ClusterView:
         """Promises add up and are on members only, columns agree with the stats, the index knows just the members."""
         self.index.check_invariants()
         sums = np.array(self._foreign, np.int64).reshape(-1, len(PROMISED)).T
-        for held in self._reservations.values():
-            sums[:, self._place_of[held.replica_id]] += (1, held.num_blocks, held.num_tokens)
+        for reservation in self._reservations.values():
+            sums[:, self._place_of[reservation.replica_id]] += (1, reservation.num_blocks, reservation.num_tokens)
         for place, promised in enumerate(sums.T):
             assert tuple(self._columns[:, place]) == column(self._rows[place], promised)
             assert self._told[place].item() == self._rows[place]
@@ -327,19 +330,26 @@ class ClusterView:
     def _set_members(self, replica_ids: Iterable[str]) -> None:
         """Rebuild the columns for ``replica_ids``; members that stay keep what is known of them."""
         members = tuple(sorted(replica_ids))
-        kept = [(new, old) for new, r in enumerate(members) if (old := self._place_of.get(r)) is not None]
-        told, columns = unknown(len(members))
-        foreign, states = [(0, 0, 0)] * len(members), [UNKNOWN] * len(members)
-        updated_s, node_ids = np.full(len(members), np.inf), [""] * len(members)
+        places = [self._place_of.get(replica_id) for replica_id in members]  # where each was; None for one that is new
+
+        def carried(values: Sequence[T], default: T) -> list[T]:
+            return [default if place is None else values[place] for place in places]
+
+        columns = unknown_columns(len(members))
+        for new, old in enumerate(places):
+            if old is not None:
+                columns[:, new] = self._columns[:, old]
+        self._columns = columns
+        self._stats = carried(self._stats, None)
+        self._states = tuple(carried(self._states, UNKNOWN))
+        self._rows = carried(self._rows, told_row(None, UNKNOWN))
+        self._told = np.array(self._rows, TOLD)
+        self._updated_s = np.array(carried(self._updated_s.tolist(), np.inf))
+        self._foreign = carried(self._foreign, (0, 0, 0))
+        self._node_ids = tuple(carried(self._node_ids, ""))
         self._is_told_shared = self._is_promised_shared = False
-        stats: list[ReplicaStats | None] = [None] * len(members)
-        for new, old in kept:
-            told[new], columns[:, new], updated_s[new] = self._told[old], self._columns[:, old], self._updated_s[old]
-            node_ids[new], stats[new], foreign[new] = self._node_ids[old], self._stats[old], self._foreign[old]
-            states[new] = self._states[old]
-        self._states, self._present = tuple(states), Present(told)
-        self._foreign, self._known, self._nothing = foreign, None, np.zeros(len(members), np.int64)
-        self._told, self._columns, self._updated_s, self._rows = told, columns, updated_s, told.tolist()
-        self._node_ids, self._stats, self._replica_ids = tuple(node_ids), stats, members
+        self._present, self._known = Present(self._told), None
+        self._nothing = np.zeros(len(members), np.int64)
+        self._replica_ids = members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._matches.set_members(self.index, members)

@@ -30,12 +30,12 @@ class Yielding:
         # Cached tokens count among those that are due, and not among those that wait: the difference may be negative.
         later = candidates.told["num_waiting_tokens"] - candidates.told[due_column(due_in_s)]
         passed = {candidates.replica_ids[place]: later.item(place) for place in (later > 0).nonzero()[0].tolist()}
-        for held in self._promised(view):
-            passed[held.replica_id] = passed.get(held.replica_id, 0) + held.num_tokens
+        for promised in self._promised(view):
+            passed[promised.replica_id] = passed.get(promised.replica_id, 0) + promised.num_tokens
         return tuple(sorted(passed.items()))
 
     def _promised(self, view: ClusterView) -> list[Reservation]:
         """The promises that they still have; requests without one are forgotten."""
-        promised = {i: held for i in self._sent if (held := view.reservation(i)) is not None}
+        promised = {i: reservation for i in self._sent if (reservation := view.reservation(i)) is not None}
         self._sent = set(promised)
         return list(promised.values())

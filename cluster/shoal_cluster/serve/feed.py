@@ -65,7 +65,7 @@ class FeedServer:
         self._unsubscribe: Callable[[], None] | None = None
         self._connections: set[_Connection] = set()
         self._telling: asyncio.TimerHandle | None = None
-        self._num_wished = 0  # how often a gateway's wishes have changed
+        self._wishes_version = 0
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen on a free port of ``host``; returns the address."""
@@ -163,7 +163,7 @@ class FeedServer:
             case Wishes():
                 now = time.monotonic()
                 subscriber.wishes = tuple(told.wish(now) for told in message.wishes)
-                self._num_wished += 1
+                self._wishes_version += 1
                 self._tell_others()
             case Ask():
                 answer = self._answers.get(message.question)
@@ -177,7 +177,7 @@ class FeedServer:
             self._tell_soon()
         for request_id in tuple(subscriber.in_flight):
             self._land(subscriber, request_id)
-        self._num_wished += bool(subscriber.wishes)
+        self._wishes_version += bool(subscriber.wishes)
 
     def _publish(self, report: StepReport) -> None:
         for subscriber in self._subscribers.values():
@@ -223,9 +223,9 @@ class FeedServer:
 
     def _news_of_wishes(self, subscriber: Subscriber) -> tuple[ToldWish, ...] | None:
         """All wishes of the other gateways; None if ``subscriber`` knows them already."""
-        if subscriber.told_wishes == self._num_wished:
+        if subscriber.told_wishes_version == self._wishes_version:
             return None
-        subscriber.told_wishes = self._num_wished
+        subscriber.told_wishes_version = self._wishes_version
         now = time.monotonic()
         return tuple(ToldWish.at(wish, now) for other in self._others(subscriber) for wish in other.wishes)
 

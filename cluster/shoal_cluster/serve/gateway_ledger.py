@@ -218,7 +218,7 @@ class GatewayLedger:
 
     def _commit(self, record: RouteRecord) -> bool:
         """Keep the record and reserve what it says. False if there is nothing to reserve."""
-        query, candidates, now = record.query, record.replicas, time.monotonic()
+        query, candidates = record.query, record.replicas
         self.routes.add(record)
         self.on_decision(record)
         best = record.decision.best
@@ -228,7 +228,7 @@ class GatewayLedger:
         num_matched = candidates.num_matched_blocks.item(place)
         num_blocks, num_tokens = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
         self._credit.withdraw(query.request_id, best)
-        self.view.reserve(query.request_id, best, num_blocks, num_tokens, now)
+        self.view.reserve(query.request_id, best, num_blocks, num_tokens)
         self.view.expect(query.request_id, best, query.block_hashes, num_matched)
         self.tally.expect(query, candidates, place)
         self._credit.promise(query.request_id)
@@ -303,10 +303,10 @@ class GatewayLedger:
             self.view.release(request_id)  # the client has left meanwhile
             return
         self._replica_of[request_id] = replica_id
-        held = self.view.reservation(request_id)
-        if held is not None and held.replica_id != replica_id:
+        reservation = self.view.reservation(request_id)
+        if reservation is not None and reservation.replica_id != replica_id:
             self._credit.withdraw(request_id, replica_id)
-            self.view.move(request_id, replica_id, time.monotonic())
+            self.view.move(request_id, replica_id)
             self._credit.promise(request_id)
         follower.on_routed(replica_id, is_taken)
 
@@ -328,8 +328,8 @@ class GatewayLedger:
 
     def _where(self, request_id: str) -> str | None:
         """The replica that has a request, or that it is on its way to by Serve's call alone."""
-        held = self.view.reservation(request_id)
-        return self._replica_of.get(request_id, held.replica_id if held is not None else None)
+        reservation = self.view.reservation(request_id)
+        return self._replica_of.get(request_id, reservation.replica_id if reservation is not None else None)
 
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:

@@ -96,7 +96,7 @@ class Moves:
     def with_blocks(self, query: RouteQuery) -> RouteQuery:
         """The query of a later leg: blocks are not to be computed that the replica has which its call has left."""
         left = self._left.get(call_of(query.request_id))
-        return query if left is None else query.comes_with(min(left.num_blocks, len(query.block_hashes)))
+        return query if left is None else query.with_blocks_given(min(left.num_blocks, len(query.block_hashes)))
 
     def source(self, query: RouteQuery, candidates: Candidates, replica_id: str) -> BlockSource | None:
         """Where the replica to which a request goes may fetch more of its blocks than it has."""

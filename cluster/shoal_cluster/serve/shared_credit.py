@@ -26,14 +26,18 @@ class SharedCredit:
 
     def promise(self, request_id: str) -> None:
         """Tell what this gateway has reserved for a request."""
-        held = self._view.reservation(request_id) if self._is_one_of_many else None
-        if held is not None and (feed := self._feeds.get(held.replica_id)) is not None:
-            feed.promise(request_id, held.num_blocks, held.num_tokens)
+        reservation = self._view.reservation(request_id) if self._is_one_of_many else None
+        if reservation is not None and (feed := self._feeds.get(reservation.replica_id)) is not None:
+            feed.promise(request_id, reservation.num_blocks, reservation.num_tokens)
 
     def withdraw(self, request_id: str, replica_id: str = "") -> None:
         """Withdraw a promise that is about to end, or to move to ``replica_id``."""
-        held = self._view.reservation(request_id) if self._is_one_of_many else None
-        if held is not None and held.replica_id != replica_id and (feed := self._feeds.get(held.replica_id)):
+        reservation = self._view.reservation(request_id) if self._is_one_of_many else None
+        if (
+            reservation is not None
+            and reservation.replica_id != replica_id
+            and (feed := self._feeds.get(reservation.replica_id))
+        ):
             feed.withdraw(request_id)
 
     def end(self, request_id: str, replica_id: str) -> None:

@@ -19,8 +19,7 @@ class Subscriber:
         request_ids: its requests that are at this replica.
         accepted: those of them that no report has counted yet.
         in_flight: those of them whose prompts are not computed yet, with the prompts' blocks.
-        wishes: due on this replica's monotonic clock; ``told_wishes``: how often wishes had changed when it was told
-            the others'.
+        wishes: due on this replica's monotonic clock. ``told_wishes_version``: of the others' that it has been told.
         told: the stats, and the sums of the others' promises, that it was told last.
         unread_bytes: at most so much of its snapshot is unread; taking a while to read that is no backlog.
     """
@@ -33,7 +32,7 @@ class Subscriber:
         self.in_flight: dict[str, tuple[BlockHash, ...]] = {}
         self.promises: dict[str, Promise] = {}
         self.wishes: tuple[Wish, ...] = ()
-        self.told_wishes = 0
+        self.told_wishes_version = 0
         self.told: tuple[ReplicaStats | None, Promised] = (None, Promised())
         self.unread_bytes = 0
         self._seq = 0

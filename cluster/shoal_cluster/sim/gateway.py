@@ -331,7 +331,7 @@ class SimGateway:
         if outcome.first_token_s is None:  # later placements do not count, as for ``num_cached_tokens``
             num_cached_tokens = num_matched_blocks * query.block_size
             outcome.num_predicted_tokens = min(num_cached_tokens, query.num_prompt_tokens - 1)
-        self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens, self._loop.now)
+        self.view.reserve(query.request_id, replica_id, num_blocks, num_tokens)
         self.view.expect(query.request_id, replica_id, query.block_hashes, num_matched_blocks)
         return True
 

@@ -23,7 +23,7 @@ class SimPhases:
     def of(self, query: RouteQuery, kind: Kind, now: float) -> RouteQuery:
         """The query as it is placed next: for its prompt alone, for what follows, or for both."""
         if self._left.get(query.request_id, "") in self._view:
-            query = query.comes_with(len(query.block_hashes))
+            query = query.with_blocks_given(len(query.block_hashes))
         if not self._view.has_roles or query.excluded:
             return query
         return self.rule.place(query, kind, self._view.candidates(query.block_hashes, now))

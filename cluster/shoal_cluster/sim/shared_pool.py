@@ -18,11 +18,11 @@ class SharedPool:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
-        self.num_changes = 0
+        self.version = 0
 
     def store(self, block_hashes: Iterable[BlockHash]) -> None:
         """Cache these blocks as the most recently used; evict the least recently used ones beyond the capacity."""
-        self.num_changes += 1
+        self.version += 1
         for block_hash in block_hashes:
             self._hashes[block_hash] = None
             self._hashes.move_to_end(block_hash)
@@ -55,7 +55,7 @@ class SharedIndex(PrefixIndex):
 
     @property
     def version(self) -> int:
-        return super().version + self._pool.num_changes
+        return super().version + self._pool.version
 
     def match_slots(self, block_hashes: Sequence[BlockHash]) -> Ints:
         return np.full_like(super().match_slots(()), self._pool.match(block_hashes))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 NAME_PATTERN = r"^[\w.:/-]{1,128}$"
-VERSION_MARK = "@"  # may follow a name, and then its version; no name has it
+VERSION_MARK = "@"  # between an adapter's name and its version; not allowed in names
 RANK_UNIT = 32  # the native kernels pad ranks to a multiple of it
 PAGE_BYTES = 2 << 20  # and give each adapter huge pages of its own
 

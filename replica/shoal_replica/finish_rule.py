@@ -24,8 +24,8 @@ class FinishRule:
     adapters: Collection[str] = ()
 
     def check(self, request: Request) -> None:
-        """Raise InvalidArgument if the tokens do not fit the model, or what is told of them a message, and Unavailable
-        if its adapter is not loaded: while replicas are replaced, another may have it.
+        """Raise InvalidArgument if the prompt is too long for the model, or its log-probabilities for one message, and
+        Unavailable if its adapter is not loaded: while replicas are replaced, another may have it.
         """
         params, num_tokens = request.sampling_params, request.num_prompt_tokens + len(request.output_token_ids)
         if num_tokens >= self.max_model_len:

@@ -65,8 +65,8 @@ class KVCacheManager:
         return found
 
     def num_missing(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many blocks of a prefix to take over from another replica: those after the ones on the device. None if
-        host memory has the next of them, as it is nearer.
+        """How many blocks of a prefix to take over from another replica: those after the ones on the device. 0 if host
+        memory holds the next one, as to bring that back is cheaper.
         """
         left = block_hashes[len(self.prefix_cache.match(block_hashes)) :]
         return 0 if left and left[0] in self.host else len(left)

@@ -63,8 +63,8 @@ class Ledger:
         )
 
     def note_run(self, sequence: Sequence, matched: list[Cached], now: float) -> None:
-        """A waiting sequence runs. The first time it is started and its prompt counted; where it has begun at another
-        replica, only what is not cached here: one that has left there would seem to have found all of it.
+        """A waiting sequence runs. The first time it is started and its prompt counted; of a request moved here, only
+        the prompt tokens to compute: its transferred blocks would otherwise look like cache hits.
         """
         if sequence.first_scheduled_s is not None:
             return
@@ -77,8 +77,8 @@ class Ledger:
             self._totals.note_start(num_prompt, num_cached, num_from_host)
 
     def note_end(self, last: Sequence, reason: FinishReason) -> None:
-        """A request is over here, with its ``last`` sequence. It may go on elsewhere; and of several that began at
-        another replica, each with a sequence of the same request, the first counts.
+        """A request is over here, with its ``last`` sequence. Those that go on elsewhere are not counted, nor moved
+        sequences but number 0, so that a request counts once.
         """
         began_elsewhere = bool(last.request.output_token_ids)
         self._totals.num_finished += reason is not FinishReason.PREFILLED and not (began_elsewhere and last.index)

@@ -142,8 +142,8 @@ class Lookahead:
         return len(self._waiting) > 0 and len(self._running) < self._config.max_num_seqs
 
     def _latest_starts(self, before: SchedulerOutput | PlannedStep) -> dict[int, int]:
-        """Where the next token of each running sequence from which ``before`` samples can be at the latest: after all
-        drafts that ``before`` may have, but not beyond the last token that a sequence may compute.
+        """For each running sequence that is sampled in ``before``: the last position that its next token can have, if
+        all drafts are right, but not beyond the last token that it may compute.
         """
         starts: dict[int, int] = {}
         if isinstance(before, SchedulerOutput):
@@ -163,7 +163,7 @@ class Lookahead:
     def _grow(self, starts: Mapping[int, int], num_drafts: int) -> tuple[tuple[int, int, tuple[int, ...]], ...] | None:
         """Allocate blocks for the token at each of ``starts`` and so many drafts after it, and return the changes to
         the block tables. None, and nothing is changed, if a block that others read would have to be copied, or if there
-        are too few free ones: with drafts, one for each sequence is to be left.
+        are too few free ones: where drafts are planned, one block per sequence must remain free.
         """
         growing: list[tuple[int, int, int]] = []
         num_blocks = 0

@@ -24,13 +24,13 @@ class ModelConfig:
     ``dtype`` applies to weights, activations and the KV cache. ``max_model_len`` counts prompt and generated tokens.
     ``quantization``, a key of LAYER_BITS, rounds weights when they are loaded, and activations while they are
     multiplied with them, if it is also a key of ACTIVATION_BITS; KV keeps the dtype. In a checkpoint that is ``stored``
-    quantized, it concerns what is stored so: on CPUs all else, embedding and head among it, stays as it is.
+    quantized, it applies to the tensors that are stored so; on CPUs all others (embedding, head) keep the dtype.
 
     ``rotary_size`` is how much of a head is rotated, None for all; queries and keys of ``unrotated_layers`` are not.
     Layers with a window are rotated by ``window_rope_theta``, unscaled, unless that is None. All have the
     ``sliding_window`` but ``full_layers``. If ``has_packed_projections``, checkpoints have queries, keys and values in
-    one tensor, and gates and ups. Of a model with several parts, the tensors served are those with ``text_prefixes``,
-    each with what stands for it where there is no other part.
+    one tensor, and gates and ups. Of a model with several parts, only tensors whose names begin with one of
+    ``text_prefixes`` are read; each prefix comes with its replacement, as in a checkpoint of the text model alone.
 
     ``norm_placement`` tells where in a layer norms are: before attention and MLP ("pre"), after them ("post"), or
     "both". If ``has_offset_norms``, checkpoints store their weights less one. ``qk_norm`` norms each head of queries

@@ -6,9 +6,9 @@ from shoal_replica.executor import MAX_DRAFT_TOKENS, SchedulerOutput
 
 MOST_TOKENS = 2 * MAX_DRAFT_TOKENS  # of a step of decodes that is kept in mind
 MIN_PROMPT_TOKENS = 8  # a step with fewer says little about what a token costs
-FORGET = 1.02  # by which the least cost of a prompt's token grows with each step that computes prompts
+FORGET = 1.02  # the least cost of a prompt's token so far grows by this with each step of prompts, so that it fades
 FASTER, SLOWER = 0.5, 0.1  # weights of the newest step in a moving mean: one that has lost its core says little
-MOST = 2.0  # times the mean that one step counts for
+MOST = 2.0  # a step's time is clipped to this multiple of the mean
 MAX_AGE = 128  # steps of decodes after which one counts as unmeasured: contexts and neighbours change
 
 

@@ -43,8 +43,8 @@ class WaitingLine:
         self._line.clear()
 
     def keep(self, sequence: Sequence, num_given: int) -> None:
-        """Reserve a slot and blocks for ``sequence``. Not reserved are its first ``num_given`` blocks, which the
-        sequence that it waits for has, nor those that it shares with others in ``keep``, which are reserved once.
+        """Reserve a slot and blocks for ``sequence``, but none for its first ``num_given``, which the sequence that it
+        waits for holds already. Blocks that several waiting sequences share are counted once.
         """
         hashes, kept = sequence.block_hashes, self._kept_hashes
         first = bisect_left(hashes, True, lo=num_given, key=lambda block_hash: block_hash not in kept)

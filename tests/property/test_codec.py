@@ -17,8 +17,10 @@ from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import PHASES
 from shoal_cluster.policies.held import MAX_PRIORITY
-from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.route_decision import CandidateTerms, RouteDecision
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteRecord, RouteWeights
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
 from shoal_cluster.serve.rows import ClusterRow, ModelCard, ModelRow, ReplicaRow, ScalingRow

@@ -16,7 +16,8 @@ from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, SEQUENCES, SLOW
 from shoal_cluster.policies.holder_table import NUM_WAYS, HolderTable, Table, make_table
 from shoal_cluster.policies.native_cost import native_least_cost
 from shoal_cluster.policies.native_table import NativeTable
-from shoal_cluster.policies.routing import RouteQuery, RouteWeights, choose, cost
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights, choose, cost
 from shoal_replica.prefix_cache import BlockHash
 
 NUM_SLOTS = 128

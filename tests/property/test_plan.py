@@ -11,11 +11,12 @@ import pytest
 from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies import plan as plan_module
-from shoal_cluster.policies.candidates import Candidates, ReplicaView
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, ROOM, URGENT
 from shoal_cluster.policies.considered import Considered
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
+from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.wishes import PlacedWish, Wish
 from shoal_replica.stats import DUE_WITHIN_S

@@ -10,7 +10,7 @@ from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.foresight import foresee
-from shoal_cluster.policies.ranking import priced_steps, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.route_query import priced_steps, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.wishes import PlacedWish, Wish
 

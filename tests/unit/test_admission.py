@@ -20,7 +20,7 @@ from shoal_cluster.policies.admission import (
 )
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
 
 LIMITS = AdmissionLimits(max_waiting_tokens=1000, max_waiting_requests=10)
 

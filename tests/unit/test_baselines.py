@@ -11,8 +11,9 @@ from fixtures.cluster_views import make_query, make_row, make_stats
 from shoal_cluster.policies.baselines import ROUTINGS, Routing, place, ray_prefix_affinity
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.memory import Recollection, RoutingMemory
-from shoal_cluster.policies.routing import RouteQuery, RouteWeights
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_replica.prefix_cache import hash_blocks
 
 PROMPT = RouteQuery(

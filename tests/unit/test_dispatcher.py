@@ -14,7 +14,7 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve.control_codec import route_record_from_proto, route_record_to_proto
 from shoal_cluster.serve.dispatcher import Dispatcher
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes

@@ -13,9 +13,11 @@ from fixtures.fake_serve import ask, serving
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal_cluster.policies.candidates import Candidates, ReplicaView
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.prefix_index import PrefixIndex
-from shoal_cluster.policies.routing import RouteDecision, RouteRecord
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.route_decision import RouteDecision
+from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
@@ -32,14 +34,7 @@ from shoal_cluster.serve.metrics.replica import ReplicaMetrics
 from shoal_cluster.serve.metrics.tally import Histogram, Point, Tally
 from shoal_cluster.serve.rows import ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality
-from shoal_replica.errors import (
-    DeadlineExceeded,
-    EngineDead,
-    InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-    Unavailable,
-)
+from shoal_replica.errors import DeadlineExceeded, EngineDead, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 from shoal_replica.reports import StepReport
 from shoal_replica.sampling_params import SamplingParams

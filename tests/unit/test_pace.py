@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from fixtures.cluster_views import make_stats
 
-from shoal_cluster.policies.candidates import Candidates, ReplicaView
+from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.objective import PrefillTime
 from shoal_cluster.policies.pace import PACE_AGE_S, Pace
+from shoal_cluster.policies.replica_view import ReplicaView
 
 CONFIGURED = PrefillTime(tokens_per_s=1000.0, pair_s=1e-6)
 

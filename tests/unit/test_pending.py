@@ -12,9 +12,10 @@ from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
 
 from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.pending import MOST_SIZES, HoldConfig, PendingQueue, PendingRequest
-from shoal_cluster.policies.ranking import PRICED_STEPS
+from shoal_cluster.policies.pending import MOST_SIZES, HoldConfig, PendingQueue
+from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.to_consider import MAX_FIRST_MATCH_AGE_S
 from shoal_cluster.policies.view import ClusterView

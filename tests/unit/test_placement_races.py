@@ -10,8 +10,8 @@ from fixtures.fake_serve import ask, serving
 from fixtures.serve_calls import Response
 from fixtures.waiting import until
 
-from shoal_cluster.policies.pending import PendingRequest
-from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.outcome import Outcome

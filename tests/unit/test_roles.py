@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from shoal_cluster.policies import native_library, plan
 from shoal_cluster.policies.columns import ROOM
+from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.pending import HoldConfig, PendingQueue, PendingRequest
+from shoal_cluster.policies.pending import HoldConfig, PendingQueue
 from shoal_cluster.policies.phases import SHORT_S, Kind, PhaseRule
 from shoal_cluster.policies.roles import Roles, num_prefills
-from shoal_cluster.policies.routing import RouteQuery, RouteWeights, decide
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights, decide
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.journal import EventKind
 from shoal_replica.guest_table import GuestTable

@@ -12,7 +12,7 @@ from fixtures.cluster_views import make_query, make_row, make_stats
 from shoal_cluster.policies.admission import NOTHING_QUEUED, Admission, AdmissionLimits, AdmissionRecord
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.look import Considered, Look
-from shoal_cluster.policies.ranking import BYTES_PER_PASSED
+from shoal_cluster.policies.route_query import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.serve import route_log
 from shoal_cluster.serve.explanation import Refusal

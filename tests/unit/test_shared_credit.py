@@ -14,8 +14,9 @@ import pytest
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import until
 
-from shoal_cluster.policies.candidates import ReplicaView
-from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_messages import InFlight, ToldWish
 from shoal_cluster.serve.gateway_ledger import GatewayLedger

@@ -14,8 +14,8 @@ from fixtures.replicas import Replica, replica
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.policies.admission import AdmissionLimits
-from shoal_cluster.policies.pending import PendingRequest
-from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve import call_delay, feed_client, leg, runs
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_delay import CallDelay

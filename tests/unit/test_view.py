@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from fixtures.cluster_views import make_stats
 
-from shoal_cluster.policies.view import ClusterView, ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.view import ClusterView
 from shoal_replica.prefix_cache import hash_blocks
 
 A, B, C = hash_blocks(range(12), 4)

@@ -15,7 +15,8 @@ from typing import cast
 
 from shoal_cluster.bench.stream_clients import Face, read_streams, stream_id
 from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame

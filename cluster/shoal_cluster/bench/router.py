@@ -14,8 +14,10 @@ import numpy as np
 import psutil
 
 from shoal_cluster.policies.admission import AdmissionLimits
-from shoal_cluster.policies.pending import HoldConfig, PendingRequest
-from shoal_cluster.policies.routing import RouteQuery, RouteWeights
+from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.feed_messages import Update
 from shoal_cluster.serve.gateway_ledger import GatewayLedger

@@ -91,7 +91,7 @@ class _Trimmed:
             self._space.append(text)
 
     def part(self) -> None:
-        """Something else comes in between: a line ends, instead of the white space before and after it."""
+        """A call or reasoning interrupts the text: white space around it is dropped, and a newline joins the parts."""
         self._space = None
 
     def end(self) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.ranking import Amounts, RouteQuery, is_eligible
+from shoal_cluster.policies.ranking import Amounts, is_eligible
+from shoal_cluster.policies.route_query import RouteQuery
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 60.0

@@ -20,14 +20,14 @@ MIN_ALIKE = 4  # fewer share nothing: where one replica has the blocks, another 
 
 @dataclass(slots=True)
 class Group:
-    """Requests that begin alike, and how many replicas have what of them is known.
+    """Held requests whose longest cached prefix is the same.
 
     Attributes:
-        num_known_blocks: how long that is.
-        num_holders: as last looked up for any of them since there are enough to share, and those that one has been
-            sent to since then.
-        shared: what is said of each. The number of requests is rounded down to a power of two, so that plans which go
-            by it stand; they share nothing where there are so few that one more replica would not serve two.
+        num_known_blocks: blocks of that prefix.
+        num_holders: eligible replicas that cache all of it, as last looked up for any of the requests (once there are
+            MIN_ALIKE), plus one for each request since sent to a replica that did not cache it.
+        shared: what is said of each request. Their number is rounded down to a power of two, so that plans which go by
+            it stand; they share nothing where they are so few that one more replica would not serve two.
     """
 
     num_known_blocks: int
@@ -43,7 +43,8 @@ class Group:
 
 
 class Alike:
-    """Groups held requests by the last of the leading blocks that a replica caches of each which may take it.
+    """Groups held requests by their longest cached prefix: two are in one group if the longest prefix that some
+    eligible replica caches ends with the same block for both.
 
     Attributes:
         version: while it is the same, ``of`` says the same of each, except of one that is noted in between.

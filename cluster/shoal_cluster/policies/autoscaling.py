@@ -13,7 +13,10 @@ from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 
 SLACK = 0.85  # fewer replicas must do with this share of the target, so that a count barely needed is kept
-REGRET_S = 300.0  # for so long a count given up is not taken back for a little more; going up shows that down was wrong
+REGRET_S = 300.0
+"""For so long after a step down, a slightly higher need does not bring the former count back. If a greater one does,
+the step down was a mistake, and patience doubles.
+"""
 MAX_PATIENCE = 4
 SMALL_STEP, SMALL_STEP_PATIENCE = 0.1, 3  # a step down that saves less than this share waits this many times as long
 DOWN_PAUSE_S = 30.0  # between steps down: one larger step rather than many small ones

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_replica.stats import ReplicaStats
 
 MAX_AGE_S = 10.0  # older stats count as missing

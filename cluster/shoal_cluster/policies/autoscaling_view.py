@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_state import ScaleState
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

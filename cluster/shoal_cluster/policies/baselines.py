@@ -16,7 +16,9 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.memory import Recollection
-from shoal_cluster.policies.ranking import Amounts, RouteDecision, RouteQuery, Scores, is_eligible, rank
+from shoal_cluster.policies.ranking import Amounts, Scores, is_eligible, rank
+from shoal_cluster.policies.route_decision import RouteDecision
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteWeights, route
 
 Routing = Literal[

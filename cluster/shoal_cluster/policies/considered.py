@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal_cluster.policies.columns import Ints
-from shoal_cluster.policies.ranking import BYTES_PER_PASSED, RouteQuery
+from shoal_cluster.policies.route_query import BYTES_PER_PASSED, RouteQuery
 from shoal_cluster.policies.wishes import PlacedWish
 
 Assignment = tuple[int, int]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.look import Look
-from shoal_cluster.policies.ranking import RouteDecision
+from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.routing import Rule
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM
-from shoal_cluster.policies.ranking import PRICED_STEPS
+from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights, work
 from shoal_cluster.policies.wishes import PlacedWish
 

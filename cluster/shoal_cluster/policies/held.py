@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal_cluster.policies.columns import Ints, Phase
 from shoal_cluster.policies.considered import Assignment, Considered
-from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.wishes import Rank
 from shoal_replica.prefix_cache import BlockHash
 

@@ -10,7 +10,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import RouteDecision
+from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.routing import RouteWeights, choose
 
 NUM_FIRST = 4

@@ -9,7 +9,7 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.prefix_index import PrefixIndex
-from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 
 MAX_REMEMBERED_BLOCKS = 2**18
 

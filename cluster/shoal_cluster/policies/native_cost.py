@@ -6,7 +6,7 @@ from ctypes import addressof, byref, c_char, c_int64
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.native_library import library
-from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 
 _num_eligible = c_int64()
 _num_eligible_address = addressof(_num_eligible)

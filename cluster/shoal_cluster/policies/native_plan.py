@@ -15,7 +15,8 @@ from shoal_cluster.policies.columns import DUE, TOLD, Ints
 from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.outlook import Outlook
-from shoal_cluster.policies.ranking import PRICED_STEPS, is_allowed
+from shoal_cluster.policies.ranking import is_allowed
+from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.wishes import PlacedWish
 from shoal_replica.stats import DUE_WITHIN_S

@@ -45,9 +45,12 @@ class Claim(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The replicas, in order of when each can begin with more. For each: the work (seconds of the fastest) from which
-    on it takes part; the speed of all up to it together, as a multiple of the fastest; and the sum of their waits,
-    weighted by speed.
+    """The replicas, sorted by when each becomes free.
+
+    Attributes:
+        works_s: the work, in seconds of the fastest replica, that the earlier ones finish before each becomes free.
+        speeds: the speed of each and all earlier ones together, as a multiple of the fastest.
+        waits_s: the sum of speed times wait over each and all earlier ones.
     """
 
     works_s: list[float]

@@ -24,7 +24,8 @@ from shoal_cluster.policies.look import Basis, Look, look
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.ranking import is_eligible, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.ranking import is_eligible
+from shoal_cluster.policies.route_query import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.to_consider import ToConsider, look_up
@@ -33,12 +34,10 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.policies.yielding import Yielding
 from shoal_replica.errors import ConfigError
 
-__all__ = ["HoldConfig", "PendingQueue", "PendingRequest"]
-
 TURN_DELAYS = 2.4  # feed delays per gateway: turns are spread over this long for each of them
-MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older,
-MOST_SIZES = 1000  # but no more than about so many in this time: with n times as many held, n times less often
-NUM_SIZES_AT_ONCE = 64  # such lookups in one pass at least; of long queues the part that is due since the last pass
+MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older
+MOST_SIZES = 1000  # lookups per MAX_SIZE_AGE_S: with more requests held, each is looked up less often in proportion
+NUM_SIZES_AT_ONCE = 64  # the least number of lookups in one pass
 PHASE_PATIENCE = 0.25  # of the objective for first tokens: so long a request waits for replicas of one role
 URGENCY = 0.75  # the part of a turn's delay that depends on urgency; the rest is random
 

@@ -10,15 +10,19 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, LOAD, OPEN_SLOTS, ROOM
 from shoal_cluster.policies.pending import PendingQueue
-from shoal_cluster.policies.ranking import RouteQuery, uncached_tokens
+from shoal_cluster.policies.route_query import RouteQuery, uncached_tokens
 from shoal_replica.guest_table import LEAST_LEFT
 
 SHORT_S = 0.02
 """A prompt that takes no longer is computed where it is decoded: to bring its blocks there and back takes as long."""
 
 Kind = Literal["new", "whole", "one token", "begun"]
-"""Of a request: another replica can go on with it after its first token; or none can; or it has no more than that; or
-another replica has begun it.
+"""Of a request:
+
+* new: it has not started; after its first token another replica may go on with it.
+* whole: it must stay on one replica, as a beam search or a scored prompt.
+* one token: it generates no more than that, so nothing is left to hand over.
+* begun: another replica has generated tokens of it already.
 """
 
 

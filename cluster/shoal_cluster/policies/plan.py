@@ -13,7 +13,8 @@ from shoal_cluster.policies.foresight import foresee
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.native_plan import NativePlan
 from shoal_cluster.policies.outlook import Outlook
-from shoal_cluster.policies.ranking import RouteQuery, is_eligible, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.ranking import is_eligible
+from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights, load, spared_tokens, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish

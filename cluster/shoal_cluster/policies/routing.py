@@ -26,33 +26,10 @@ from shoal_cluster.policies.columns import (
 )
 from shoal_cluster.policies.native_cost import native_least_cost
 from shoal_cluster.policies.native_library import library
-from shoal_cluster.policies.ranking import (
-    PRICED_STEPS,
-    CandidateTerms,
-    RouteDecision,
-    RouteQuery,
-    Scores,
-    best_of,
-    is_eligible,
-    rank,
-    uncached_blocks,
-    uncached_tokens,
-)
+from shoal_cluster.policies.ranking import Scores, best_of, is_eligible, rank
+from shoal_cluster.policies.route_decision import RouteDecision
+from shoal_cluster.policies.route_query import PRICED_STEPS, RouteQuery
 from shoal_replica.errors import ConfigError
-
-__all__ = [
-    "CandidateTerms",
-    "RouteDecision",
-    "RouteQuery",
-    "RouteRecord",
-    "RouteWeights",
-    "choose",
-    "decide",
-    "route",
-    "uncached_blocks",
-    "uncached_tokens",
-]
-
 
 MAX_PRICE = 1e9  # keeps costs finite
 

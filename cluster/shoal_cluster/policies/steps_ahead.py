@@ -27,7 +27,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class StepsAhead:
-    """The rule. Ahead of a request count tokens due no later, as replicas go by due dates, and all promised ones."""
+    """Decides whether a request may be sent to a replica now. Ahead of it are the tokens that the replica reports as
+    due no later (replicas schedule by due date), and all that are promised but not reported yet.
+    """
 
     max_steps_ahead: float
 

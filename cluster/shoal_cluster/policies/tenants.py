@@ -30,11 +30,12 @@ class FairShares:
     """Each tenant's recent service, in prompt tokens computed.
 
     The fair level is the average service of the tenants that have had no more than the average of all. A tenant that
-    has had nothing counts if it waits no less urgently than the one served last. A tenant is heavy if it has had more
-    than ``HEAVY`` times the fair level, its largest request aside: requests come whole and at random, and among tenants
-    with similar demand due dates alone should decide. All tenants that ask for far more than another are heavy, however
-    alike they are. Where the others together have had much of the service (many tenants of all sizes), only those are
-    heavy that ask for far more than there is for them: letting so many others go first makes a tenant late.
+    has had nothing counts if it holds a request at least as urgent as the one served last. A tenant is heavy if it has
+    had more than ``HEAVY`` times the fair level, its largest request aside: requests come whole and at random, and
+    among tenants with similar demand due dates alone should decide. All tenants that ask for far more than another are
+    heavy, however alike they are. Where the others together have had much of the service (many tenants of all sizes),
+    only those are heavy that ask for far more than there is for them: letting so many others go first makes a tenant
+    late.
 
     Attributes:
         version: while it is the same, so is every tenant's ``place``.
@@ -126,7 +127,7 @@ class FairShares:
         return not self._places
 
     def _pass_time(self, now: float) -> None:
-        """Note the time; a short while is left to be counted with the next service, or once it is longer."""
+        """Advance the clock to ``now``. A gap shorter than MOST_UNSERVED counts with the next service or longer gap."""
         passed = (now - self._time_s) / MEMORY_S
         if passed > MOST_UNSERVED or self._age > 1:
             self._time_s = max(now, self._time_s)

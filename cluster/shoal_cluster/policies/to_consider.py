@@ -1,4 +1,6 @@
-"""Makes of held requests what a look goes by."""
+"""Builds what a look considers: for each of the most urgent held requests its query, due date and cached blocks. What
+has not changed since the last look is used again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from shoal_cluster.policies.columns import Ints, due_column
 from shoal_cluster.policies.considered import Considered
 from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.held_order import HeldOrder
-from shoal_cluster.policies.ranking import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import PlacedWish

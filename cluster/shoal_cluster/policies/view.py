@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Present, ReplicaView, with_item
+from shoal_cluster.policies.candidates import Candidates, Present, with_item
 from shoal_cluster.policies.columns import (
     PROMISED,
     TOLD,
@@ -23,12 +23,11 @@ from shoal_cluster.policies.columns import (
 from shoal_cluster.policies.in_flight import PromptKey, PromptsInFlight
 from shoal_cluster.policies.matches import Matches
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES, PrefixIndex
+from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.reservation import Reservation
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
-
-__all__ = ["ClusterView", "ReplicaView", "Reservation"]
 
 T = TypeVar("T")
 

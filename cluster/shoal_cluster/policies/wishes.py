@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal_cluster.policies.ranking import PRICED_STEPS
+from shoal_cluster.policies.route_query import PRICED_STEPS
 
 Rank = tuple[int, int, float]
 

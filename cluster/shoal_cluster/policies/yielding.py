@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shoal_cluster.policies.columns import due_column
-from shoal_cluster.policies.view import ClusterView, Reservation
+from shoal_cluster.policies.reservation import Reservation
+from shoal_cluster.policies.view import ClusterView
 
 MAX_SENT = 256  # with so many noted, those that are no longer on their way are dropped
 

@@ -21,8 +21,9 @@ from shoal_cluster.policies.admission import (
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.pending import HoldConfig, PendingQueue
-from shoal_cluster.policies.ranking import is_eligible, uncached_tokens
+from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.returning import Returning
+from shoal_cluster.policies.route_query import uncached_tokens
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable

@@ -17,7 +17,7 @@ AT_ONCE, PAUSE_S = 4, 0.002
 """So many calls are taken in one turn of the event loop, because streams wait for it; then it has other turns."""
 
 MOST = 256
-"""With so many waiting each call that ends takes some along, so that they do not become ever more."""
+"""Above this backlog each call that ends also hands over AT_ONCE waiting records, so that the backlog stays bounded."""
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ GONE_S = 2.0  # after which a replica that failed a request but has kept its fee
 
 
 class Avoided:
-    """Those that cannot finish what they took, and those that lack the call's adapter; others may be given beside them.
+    """The replicas that a call must not be sent to: those that could not finish it, those that leave, and those without
+    its adapter. Methods take further ones that have refused it.
 
     Args:
         adapter: the version that the call asks for; "" for the model alone.
@@ -33,7 +34,7 @@ class Avoided:
         self._gone.add(replica_id)
 
     def turn_from(self, replica_id: str) -> None:
-        """A replica that leaves did not take the call, or has handed it back, which may not be known here yet."""
+        """``replica_id`` is leaving and has refused or handed back the call. The view may still show it as open."""
         self._turned_away.add(replica_id)
 
     def beside(self, refused: Set[str]) -> Set[str]:

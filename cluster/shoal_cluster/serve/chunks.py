@@ -20,8 +20,8 @@ def open_chunks(core: GatewayCore, call: GenerateCall) -> AbstractAsyncContextMa
 
 
 async def _under_any_id(core: GatewayCore, call: GenerateCall) -> AsyncGenerator[Chunk, None]:
-    """The stream of ``call``; under another id, of which only logs tell, if its own turns out to be taken, as by a call
-    of another gateway. It then counts as two calls, the first one invalid.
+    """The stream of ``call``. It runs under another id, which only logs tell, if its own turns out to be taken, as by a
+    call of another gateway. It then counts as two calls, the first one invalid.
     """
     async with open_chunks(core, call) as chunks:
         try:

@@ -12,8 +12,10 @@ from shoal_cluster.policies.baselines import NamedRule, Routing
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import PHASES, Phase
 from shoal_cluster.policies.memory import Recollection
-from shoal_cluster.policies.routing import CandidateTerms, RouteDecision, RouteQuery, RouteRecord, RouteWeights, Rule
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.route_decision import CandidateTerms, RouteDecision
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteRecord, RouteWeights, Rule
 from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
 from shoal_cluster.serve.rows import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from shoal_cluster.policies.ranking import PRICED_STEPS
+from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.wishes import Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta

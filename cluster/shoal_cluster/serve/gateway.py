@@ -16,10 +16,11 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.autoscaling_config import tunable
-from shoal_cluster.policies.held import RESUMED_PRIORITY
+from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.pending import HoldConfig, PendingRequest
-from shoal_cluster.policies.routing import RouteQuery, RouteRecord, RouteWeights
+from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteRecord, RouteWeights
 from shoal_cluster.serve.access import Access
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.admission_desk import limits_of

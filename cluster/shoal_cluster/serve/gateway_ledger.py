@@ -13,8 +13,9 @@ from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
-from shoal_cluster.policies.ranking import uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord, RouteWeights, decide
+from shoal_cluster.policies.route_decision import RouteDecision
+from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Set
 from dataclasses import replace
 
-from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve.avoided import Avoided
 from shoal_cluster.serve.call import Chunk, PromptRead, Usage
 from shoal_cluster.serve.call_times import CallTimes, LegTimes

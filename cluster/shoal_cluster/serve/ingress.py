@@ -21,8 +21,8 @@ SHUTDOWN_S = 5.0
 """For what is still open once no answer is under way: dashboards, health watchers, clients that do not read."""
 
 UNREAD_S = 60.0
-"""A client that reads nothing for so long, though there is something for it, is disconnected by the system (HTTP), or
-its call's work ends so long after its longest life (gRPC, where the status waits until the client reads or leaves).
+"""How long a client may leave available data unread. HTTP: then the system closes its connection (TCP_USER_TIMEOUT).
+gRPC: this long after the longest time that a call may take, its work ends; its status waits until the client reads.
 """
 
 LAST_CALLS_S = 0.3

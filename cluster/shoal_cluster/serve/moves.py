@@ -13,7 +13,8 @@ import numpy as np
 from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, OPEN_SLOTS, ROOM
-from shoal_cluster.policies.ranking import RouteQuery, is_eligible
+from shoal_cluster.policies.ranking import is_eligible
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
@@ -37,7 +38,8 @@ class _Left(NamedTuple):
 
 
 class Moves:
-    """Owner: the gateway's ledger. Also knows where blocks can be fetched: replicas move with their requests.
+    """Asks draining replicas to hand back running requests, a few at a time, as far as others have room; and knows
+    where blocks can be fetched, among them those of requests that have moved. Owner: the gateway's ledger.
 
     Args:
         feeds, replica_of, dispatched: the ledger's own: feeds by replica id; the replica of each request, by its id;
@@ -94,7 +96,9 @@ class Moves:
             self._left[call_id] = _Left(now, address, num_blocks)
 
     def with_blocks(self, query: RouteQuery) -> RouteQuery:
-        """The query of a later leg: blocks are not to be computed that the replica has which its call has left."""
+        """The query of a later leg. Blocks that the call's former replica still has will be fetched from there, so they
+        do not count as prompt tokens to compute.
+        """
         left = self._left.get(call_of(query.request_id))
         return query if left is None else query.with_blocks_given(min(left.num_blocks, len(query.block_hashes)))
 

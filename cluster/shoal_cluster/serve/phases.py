@@ -10,7 +10,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.pending import PendingQueue
 from shoal_cluster.policies.phases import Kind, PhaseRule
 from shoal_cluster.policies.roles import Roles
-from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.view import ClusterView
 from shoal_replica.request import Request
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.look import Look
-from shoal_cluster.policies.ranking import BYTES_PER_PASSED
+from shoal_cluster.policies.route_query import BYTES_PER_PASSED
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.call import MAX_PROMPTS
 from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy

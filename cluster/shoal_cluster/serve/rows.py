@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.columns import Phase
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.serve.latency_window import LatencySummary
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_replica.stats import ReplicaStats

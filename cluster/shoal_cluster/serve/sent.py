@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal_cluster.policies.routing import RouteDecision, RouteQuery, RouteRecord
+from shoal_cluster.policies.route_decision import RouteDecision
+from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.feed_messages import Refused
 from shoal_replica.request import TokenDelta
 

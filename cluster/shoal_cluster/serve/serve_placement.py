@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.pending import PendingRequest
+from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.feed_messages import BlockSource

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 
 NUM_AGES = 4096
 

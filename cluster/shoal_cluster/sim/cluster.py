@@ -10,7 +10,8 @@ from functools import partial
 from random import Random
 
 from shoal_cluster.policies.autoscaling_view import Demand
-from shoal_cluster.policies.view import ClusterView, ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.sim.book import Book
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.event_loop import EventLoop

@@ -12,12 +12,12 @@ from typing import Protocol
 from shoal_cluster.policies.admission import NOTHING_QUEUED, Queued, admit, keep, lateness_s, misfit, stay
 from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.held import RESUMED_PRIORITY
+from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.memory import RoutingMemory
-from shoal_cluster.policies.pending import PendingQueue, PendingRequest
+from shoal_cluster.policies.pending import PendingQueue
 from shoal_cluster.policies.phases import Kind, PhaseRule
-from shoal_cluster.policies.ranking import is_eligible, priced_steps
-from shoal_cluster.policies.routing import RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.ranking import is_eligible
+from shoal_cluster.policies.route_query import RouteQuery, priced_steps, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView

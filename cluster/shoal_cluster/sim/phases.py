@@ -6,7 +6,7 @@ from shoal_cluster.policies.block_offer import BlockOffer, best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.phases import Kind, PhaseRule
 from shoal_cluster.policies.roles import Roles
-from shoal_cluster.policies.routing import RouteQuery
+from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.view import ClusterView
 
 

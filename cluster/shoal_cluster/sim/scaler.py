@@ -10,7 +10,7 @@ from shoal_cluster.policies.autoscaling_baselines import Past, Scaling, hpa, kpa
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_state import ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
-from shoal_cluster.policies.view import ReplicaView
+from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.sim.config import ScalingPlan
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.replica import SimReplica

@@ -38,8 +38,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A packed parameter: pieces with the same number of columns, stacked on top of each other; if ``adds_one``, each
-    value plus one. It is in float32 then, and if ``is_exact``.
+    """A packed parameter: pieces with the same number of columns, stacked on top of each other. With ``adds_one``, 1 is
+    added to each value. With either flag it is kept in float32.
     """
 
     name: str

@@ -82,7 +82,7 @@ class Sampler:
         self._matchers: dict[int, Matcher] = {}
         self._counts: dict[int, TokenCounts] = {}
         self._choices: dict[int, TokenChoice] = {}
-        self.num_changed = 0  # rows: forms may take long to compile, and many come together
+        self.num_changed = 0  # rows so far, read as progress: to compile many forms at once may make a step long
 
     def forget(self, seq_id: int) -> None:
         """Drop what is known of a sequence; it is counted and matched anew if it comes back."""

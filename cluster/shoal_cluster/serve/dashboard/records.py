@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal_cluster.policies.routing import CandidateTerms, RouteRecord
+from shoal_cluster.policies.route_decision import CandidateTerms
+from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, SentBy
 
 

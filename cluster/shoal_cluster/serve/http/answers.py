@@ -12,7 +12,7 @@ from shoal_cluster.serve.http.encoding import Json
 
 
 class AskingBody(Protocol):
-    """A body that asks for an answer."""
+    """The request body of a route that generates."""
 
     @property
     def model(self) -> str: ...

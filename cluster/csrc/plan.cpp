@@ -1,5 +1,6 @@
 // Plans held requests as policies/plan.py does, one after another: each is given to its best replica, and the next one
 // sees what is left.
+#include <cmath>
 #include <limits>
 #include <new>
 #include <vector>
@@ -107,7 +108,25 @@ public:
         price_all(one, columns_, load, cluster_.prefill_price, price_of_sequence(one.decode_steps), costs, with_room);
         const int64_t place = place_of_least(with_room, size());
         *has_room = place >= 0;
-        return *has_room ? place : place_of_least(costs, size());
+        return *has_room ? idle_and_sooner(one, load, place) : place_of_least(costs, size());
+    }
+
+    /* `place`, or if that takes longer than the request is patient, the cheapest replica that has no prompt to compute and
+       begins to answer sooner: `idle_and_sooner` of policies/routing.py. */
+    int64_t idle_and_sooner(const ShoalHeld& one, const int64_t* load, int64_t place) const {
+        if (cluster_.patience <= 0) return place;
+        const auto until_first = [&](int64_t i) {
+            const int64_t own = shoal::uncached(one.num_tokens, one.matched[i], one.block_size);
+            return static_cast<double>(load[i] + own) * (1.0 + static_cast<double>(at(shoal::SLOWER, i)) * shoal::PER_CENT);
+        };
+        const double there = until_first(place);
+        if (there <= std::floor((one.objective_s - cluster_.now) * cluster_.patience)) return place;
+        const double* with_room = scratch_.with_room.data();
+        int64_t best = -1;
+        for (int64_t i = 0; i < size(); ++i)
+            if (at(shoal::LOAD, i) == 0 && with_room[i] < NEVER && until_first(i) < there)
+                if (best < 0 || with_room[i] < with_room[best]) best = i;
+        return best < 0 ? place : best;
     }
 
     /* `can_start` of policies/plan.py. */

@@ -61,10 +61,11 @@ typedef struct ShoalTold {
     const double* due_within_s;
 } ShoalTold;
 
-/* The cluster at one moment: told [num_replicas], and the weights and limits that plans go by. */
+/* The cluster at one moment: told [num_replicas], and the weights and limits that plans go by. patience: prompt tokens
+   that a request waits for, for each second left to its objective, while a replica is idle; 0: all. */
 typedef struct ShoalCluster {
     int64_t num_replicas, priced_steps;
-    double now, prefill_price, decode_price, max_steps_ahead;
+    double now, prefill_price, decode_price, max_steps_ahead, patience;
     const char* told;
     const ShoalTold* layout;
 } ShoalCluster;
@@ -74,11 +75,11 @@ typedef struct ShoalWish {
     int64_t place, num_blocks, num_tokens, num_cached_blocks, decode_steps;
 } ShoalWish;
 
-/* A held request. num_known_blocks, spared: as in shoal_least_cost. matched [num_replicas]: blocks of the prompt that are
+/* A held request. due_s: the date that it is sent with; objective_s: that of its objective. num_known_blocks, spared: as in shoal_least_cost. matched [num_replicas]: blocks of the prompt that are
    cached. passed [num_replicas]: waiting tokens that it goes before, or NULL. excluded [num_replicas]: replicas that must
    not have it, or NULL. before [num_before]: other gateways' requests between it and the one before. */
 typedef struct ShoalHeld {
-    double due_s, spared;
+    double due_s, objective_s, spared;
     int64_t num_tokens, num_blocks_needed, num_known_blocks, block_size, decode_steps, num_replicas, num_before;
     const int64_t *matched, *passed;
     const uint8_t* excluded;

@@ -195,7 +195,7 @@ rows = st.builds(
     num_reserved_blocks=count,
     connected=st.booleans(),
     stalled=st.booleans(),
-    slowness=amount,
+    slowness=st.floats(1, 1e9),
     role=st.sampled_from(PHASES),
 )
 clusters = st.builds(
@@ -226,7 +226,7 @@ views = st.builds(
     age_s=amount,
     connected=st.booleans(),
     stalled=st.booleans(),
-    slowness=amount,
+    slowness=st.floats(1, 1e9),
     role=st.sampled_from(PHASES),
     num_reserved=count,
     num_reserved_blocks=count,
@@ -254,6 +254,7 @@ records = st.builds(
         num_holders=count,
         passed=st.dictionaries(text, count, max_size=3).map(lambda passed: tuple(sorted(passed.items()))),
         phase=st.sampled_from(PHASES),
+        patience_tokens=st.none() | st.integers(-(2**40), 2**40),
     ),
     replicas=st.lists(views, max_size=2).map(Candidates.of),
     weights=st.builds(RouteWeights, prefill_price=amount, decode_price=amount),

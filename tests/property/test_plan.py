@@ -78,7 +78,8 @@ def request(rng: Random, replica_ids: tuple[str, ...], number: int) -> Considere
             rng.choice([0, 0, int(matched.max()), 9])
         )
     before = tuple(PlacedWish(wish, rng.randrange(count)) for wish in wishes)
-    return Considered(query, NOW + rng.choice([-1.0, 0.5, 1.0, 3.0, 20.0, 99.0]), matched, before)
+    due_s, objective_s = (NOW + rng.choice([-1.0, 0.5, 1.0, 3.0, 20.0, 99.0]) for _ in range(2))
+    return Considered(query, due_s, matched, before, objective_s)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 7, 8, 40, 333])
@@ -100,9 +101,10 @@ def test_natively_a_plan_is_the_same(monkeypatch: pytest.MonkeyPatch, seed: int,
     assert plan_module.library is not None
     weights = RouteWeights(prefill_price=rng.choice([1.0, 6.5]), decode_price=rng.choice([0.0, 70.0, 640.0]))
     considered = [request(rng, snapshot.replica_ids, number) for number in range(40)]
-    natively = Plan(snapshot, weights, max_steps_ahead=rng.choice([0.5, 1.0, 2.5]))
+    limits = rng.choice([0.5, 1.0, 2.5]), rng.choice([0.0, 0.0, 100.0, 1000.0])
+    natively = Plan(snapshot, weights, *limits)
     monkeypatch.setattr(plan_module, "library", None)
-    by_numpy = Plan(snapshot, weights, natively._steps_ahead.max_steps_ahead)
+    by_numpy = Plan(snapshot, weights, *limits)
     plans_all, number, before = rng.random() < 0.5, 0, snapshot.columns.copy()
     while number < len(considered):
         steps, may_start = natively.until_startable(considered[number:], plans_all)

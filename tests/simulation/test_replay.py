@@ -53,9 +53,9 @@ def chats(requests_per_s: float, num_requests: int) -> list[SimRequest]:
 class NotedPlan(Plan):
     """A plan that remembers what it was made of."""
 
-    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
-        super().__init__(snapshot, weights, max_steps_ahead)
-        self.snapshot, self.max_steps_ahead = snapshot, max_steps_ahead
+    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float, patience: float) -> None:
+        super().__init__(snapshot, weights, max_steps_ahead, patience)
+        self.snapshot, self.max_steps_ahead, self.patience = snapshot, max_steps_ahead, patience
 
 
 @pytest.mark.parametrize("num_gateways", [1, 3])
@@ -81,7 +81,9 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
         assert isinstance(plan, NotedPlan)
         looked = look(plan, considered, plans_all, noted, at_once=at_once)
         seen, assignments, sent = tuple(looked.considered), tuple(looked.assignments), looked.sent
-        record = Look(plan.snapshot, plan.weights, plan.max_steps_ahead, plans_all, seen, bases, assignments)
+        record = Look(
+            plan.snapshot, plan.weights, plan.max_steps_ahead, plan.patience, plans_all, seen, bases, assignments
+        )
         assert record.replay() == (assignments, sent is not None)
         counts["held"] += len(assignments) - (sent is not None)
         counts["sent"] += sent is not None

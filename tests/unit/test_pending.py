@@ -16,7 +16,7 @@ from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import MOST_SIZES, HoldConfig, PendingQueue
 from shoal_cluster.policies.route_query import PRICED_STEPS
-from shoal_cluster.policies.routing import RouteWeights, route
+from shoal_cluster.policies.routing import RouteRecord, RouteWeights, route
 from shoal_cluster.policies.to_consider import MAX_FIRST_MATCH_AGE_S
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
@@ -220,7 +220,7 @@ def test_what_is_put_off_and_not_considered_gets_its_date_again_by_any_news() ->
     view.apply_update("c", structs.replace(busy, num_running=0), (), (), 2.05)
     dispatch = queue.next(view, WEIGHTS, 2.11, Random(0))
     assert dispatch is not None
-    assert dispatch.pending is older
+    assert dispatch.pending.query.request_id == "older"
 
 
 def test_where_not_all_can_be_in_time_the_longest_is_put_off() -> None:
@@ -276,7 +276,7 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
     busy = structs.replace(free, num_waiting_tokens=3000)
     view = view_of(owner=busy, idle=free)
     view.apply_update("owner", busy, PREFIX, (), 0.0)
-    for count, num_alike in ((1, 1), (3, 1), (4, 4), (7, 4), (30, 16)):
+    for count, num_alike in ((2, 1), (3, 1), (4, 4), (7, 4), (30, 16)):
         queue = queue_of(*(pending(f"r{i:02}", 1900, arrival_s=i / 100, hashes=PREFIX) for i in range(count)))
         dispatch = queue.next(view, WEIGHTS, 1.0, Random(0))
         # The prefix is paid for by those that will find it there: with one holder already, by half of all.
@@ -288,6 +288,38 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
             assert dispatch.replica_id == "idle"
             assert int(dispatch.candidates.num_reserved[1]) == num_waiting
             assert dispatch.pending.query.num_alike == num_alike
+
+
+def test_what_waits_long_for_its_cheapest_replica_goes_where_none_waits_and_it_begins_sooner() -> None:
+    """Due 5.8 s after its arrival; a second has 1 000 tokens. The owner computes its 300 after those that wait there,
+    an
+    idle replica all its 1 900. Nobody takes an idle replica out of turn where there is not one for each that waits.
+    """
+    free = make_stats(num_total_blocks=1000, max_num_seqs=64)
+    asked = pending("asked", 1900, hashes=PREFIX)
+
+    def goes_to(num_waiting_tokens: int, now: float, *others: PendingRequest) -> str | None:
+        busy = structs.replace(free, num_waiting_tokens=num_waiting_tokens)
+        view = view_of(owner=busy, idle=free)
+        view.apply_update("owner", busy, PREFIX, (), 0.0)
+        dispatch = queue_of(asked, *others).next(view, WEIGHTS, now, Random(0))
+        if dispatch is None:
+            return None
+        record = RouteRecord(
+            0.0, dispatch.pending.query, dispatch.candidates, WEIGHTS, dispatch.seed, dispatch.decision
+        )
+        assert record.replay() == dispatch.decision
+        assert dispatch.look.replay() == (dispatch.look.assignments, True)
+        (idle,) = [c for c in dispatch.decision.candidates if c.replica_id == "idle"]
+        assert sum(value for name, value in idle.terms if not name.endswith(("_blocks", "_slots"))) == idle.score
+        return dispatch.replica_id
+
+    assert goes_to(2700, 0.0) == "idle", "half of the time left to it is 2.9 s"
+    assert goes_to(2500, 0.0) is None
+    assert goes_to(2500, 1.0) == "idle", "2.4 s"
+    assert goes_to(1700, 9.0) == "idle", "also if its objective is lost"
+    assert goes_to(1500, 9.0) is None, "the idle one would begin later"
+    assert goes_to(2700, 0.0, pending("other", 1900, hashes=PREFIX)) is None
 
 
 @pytest.mark.parametrize("count", [16, 32, 64])

@@ -38,7 +38,7 @@ def test_what_requests_pass_counts_as_memory_of_records_and_looks() -> None:
     assert log.num_bytes == 2 * BYTES_PER_STATS + 2 * before + 2 * BYTES_PER_PASSED
     matched = np.zeros(2, np.int64)
     seen = Considered(QUERY, 0.0, matched), Considered(PASSING, 0.0, matched)
-    look = Look(CANDIDATES, RouteWeights(), 1.0, False, seen, {}, ())
+    look = Look(CANDIDATES, RouteWeights(), 1.0, 0.0, False, seen, {}, ())
     assert look.num_bytes == 3 * matched.nbytes + 2 * BYTES_PER_PASSED
 
 
@@ -71,7 +71,7 @@ def test_what_replicas_have_said_since_the_last_record_counts_as_its_memory() ->
 
 def test_nobody_has_to_trim() -> None:
     log = RouteLog(max_requests=10)
-    look = Look(CANDIDATES, RouteWeights(), 1.0, False, (), {}, ())
+    look = Look(CANDIDATES, RouteWeights(), 1.0, 0.0, False, (), {}, ())
     for number in range(1000):
         log.add_look(f"call{number}", look)
         log.add(record(f"call{number}", ()))
@@ -83,7 +83,7 @@ def test_nobody_has_to_trim() -> None:
 
 def test_looks_go_with_their_records() -> None:
     log = RouteLog(max_bytes=1)
-    look = Look(CANDIDATES, RouteWeights(), 1.0, False, (), {}, ())
+    look = Look(CANDIDATES, RouteWeights(), 1.0, 0.0, False, (), {}, ())
     for request_id in ("old", "old#2", "new"):
         log.add_look(request_id, look)
         log.add(record(request_id, ()))
@@ -92,7 +92,7 @@ def test_looks_go_with_their_records() -> None:
 
 
 def test_a_look_stays_while_a_record_of_its_request_does() -> None:
-    log, look = RouteLog(), Look(CANDIDATES, RouteWeights(), 1.0, False, (), {}, ())
+    log, look = RouteLog(), Look(CANDIDATES, RouteWeights(), 1.0, 0.0, False, (), {}, ())
     log.add_look("call", look)
     for _ in range(MAX_RECORDS_PER_REQUEST + 5):
         log.add(record("call", ()))

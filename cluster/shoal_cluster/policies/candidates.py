@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shoal_cluster.policies.columns import (
     CAPACITY,
+    LOAD,
     PROMISED,
     STANDING,
     TOLD,
@@ -150,10 +151,9 @@ class Candidates:
             self._age_s = np.maximum(self.now - self.updated_s, 0.0)
         return self._age_s
 
-    def has_idle(self) -> bool:
-        """Whether some replica that accepts requests has no prompt to compute and none known to be on its way."""
-        idle = (self.columns[CAPACITY] >= 0) & (self.told["num_waiting_tokens"] == 0)
-        return bool((idle & (self.num_reserved == 0)).any())
+    def num_idle(self) -> int:
+        """How many replicas that accept requests have no prompt to compute and none known to be on its way."""
+        return int(np.count_nonzero((self.columns[CAPACITY] >= 0) & (self.columns[LOAD] == 0)))
 
     def serves(self, phase: Phase) -> NDArray[np.bool_]:
         """Which replicas are for requests of this phase, among others or alone; "" for all [n]."""

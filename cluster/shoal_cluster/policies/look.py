@@ -11,7 +11,7 @@ from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.route_decision import RouteDecision
-from shoal_cluster.policies.routing import RouteWeights, choose
+from shoal_cluster.policies.routing import RouteWeights, choose, may_be_sooner_elsewhere
 
 NUM_FIRST = 4
 """Of requests that are made ready one after another, a look takes in so many before the rest: often one of them goes.
@@ -36,6 +36,7 @@ class Look(NamedTuple):
 
     Attributes:
         snapshot: the cluster, for no prompt in particular.
+        patience: as in ``Plan``.
         plans_all: whether requests are planned even when no replica may start anything more.
         considered: requests, the most urgent first, as far as the look went.
         bases: of the requests that seemed able to start, by their number.
@@ -45,6 +46,7 @@ class Look(NamedTuple):
     snapshot: Candidates
     weights: RouteWeights
     max_steps_ahead: float
+    patience: float
     plans_all: bool
     considered: tuple[Considered, ...]
     bases: dict[int, Basis]
@@ -65,7 +67,7 @@ class Look(NamedTuple):
 
     def replay(self) -> tuple[tuple[Assignment, ...], bool]:
         """Decide again from the record: equal to ``assignments``; and whether the last request is sent."""
-        plan = Plan(self.snapshot, self.weights, self.max_steps_ahead)
+        plan = Plan(self.snapshot, self.weights, self.max_steps_ahead, self.patience)
         at_once = 0 in self.bases  # if there was a try before it, that has changed nothing
         again = look(plan, self.considered, self.plans_all, self.bases.__getitem__, at_once=at_once)
         return tuple(again.assignments), again.sent is not None
@@ -112,6 +114,10 @@ def look(
             candidates, seed = basis_of(number)
             candidates = plan.seen_by_next(candidates)
             place, decision = choose(one.query, candidates, plan.weights, seed)
+            most = plan.patience_tokens(one)
+            if place >= 0 and most is not None and may_be_sooner_elsewhere(one.query, candidates, place, most):
+                one = seen[number] = one.impatient(most)
+                place, decision = choose(one.query, candidates, plan.weights, seed)
             num_matched = 0 if place < 0 else candidates.num_matched_blocks.item(place)
             assignments.append((place, num_matched))
             if place >= 0 and plan.can_start(one.query, place, num_matched, one.due_s):

@@ -37,7 +37,7 @@ class CCluster(ctypes.Structure):
     _fields_ = (
         ("num_replicas", c_int64),
         ("priced_steps", c_int64),
-        *((name, c_double) for name in ("now", "prefill_price", "decode_price", "max_steps_ahead")),
+        *((name, c_double) for name in ("now", "prefill_price", "decode_price", "max_steps_ahead", "patience")),
         ("told", c_void_p),
         ("layout", c_void_p),
     )
@@ -58,8 +58,7 @@ class CWish(ctypes.Structure):
 
 class CHeld(ctypes.Structure):
     _fields_ = (
-        ("due_s", c_double),
-        ("spared", c_double),
+        *((name, c_double) for name in ("due_s", "objective_s", "spared")),
         *(
             (name, c_int64)
             for name in (
@@ -95,7 +94,7 @@ _last_told: tuple[NDArray[np.void], int] = np.zeros(0, TOLD), 0
 class NativePlan:
     """The part of a plan that is native, for one snapshot. For one thread at a time."""
 
-    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
+    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float, patience: float) -> None:
         self._snapshot, self._told = snapshot, snapshot.told
         self._passed: tuple[tuple[tuple[str, int], ...], Ints] = (), NOTHING
         self._cluster = CCluster(
@@ -105,6 +104,7 @@ class NativePlan:
             weights.prefill_price,
             weights.decode_price,
             max_steps_ahead,
+            patience,
             _address_of_told(self._told),
             addressof(_layout),
         )
@@ -147,6 +147,7 @@ class NativePlan:
         one.packed = bytes(
             CHeld(
                 one.due_s,
+                one.objective_s,
                 query.spared,
                 query.num_prompt_tokens,
                 query.num_blocks_needed,

@@ -39,6 +39,7 @@ MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is look
 MOST_SIZES = 1000  # lookups per MAX_SIZE_AGE_S: with more requests held, each is looked up less often in proportion
 NUM_SIZES_AT_ONCE = 64  # the least number of lookups in one pass
 PHASE_PATIENCE = 0.25  # of the objective for first tokens: so long a request waits for replicas of one role
+PATIENCE = 0.5  # of the time left to its objective: so long a request waits for the cheapest replica beside idle ones
 URGENCY = 0.75  # the part of a turn's delay that depends on urgency; the rest is random
 
 
@@ -194,7 +195,7 @@ class PendingQueue:
         """
         if num_gateways == 1 or not self._held:
             return 0.0
-        if len(self._held) == 1 and view.present(now).has_idle() and not view.wishes(now):
+        if len(self._held) == 1 and view.present(now).num_idle() and not view.wishes(now):
             return 0.0
         left_s = self._by_urgency.begins_by_s - now
         urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))
@@ -212,7 +213,10 @@ class PendingQueue:
         if not (self._held and len(view)):
             return None
         present = view.present(now)
-        plan = Plan(present, weights, self._config.max_steps_ahead)
+        patience = 0.0  # as long as there is not an idle replica for each that waits, nobody takes one out of turn
+        if len(self._held) == 1 or present.num_idle() >= len(self._held):
+            patience = PATIENCE * self._pace.alone.tokens_per_s
+        plan = Plan(present, weights, self._config.max_steps_ahead, patience)
         outlook = plan.outlook(self._pace.token_s)
         if len(self._held) > 1 and not (self._has_unplanned or outlook.num_startable):
             return None
@@ -250,7 +254,8 @@ class PendingQueue:
         self._has_unplanned = plans_all
         held = order[len(assignments) - 1][0]
         yields = self._send(held, assignments[-1][1], view, now)
-        inputs = view.candidates((), now), weights, self._config.max_steps_ahead, plans_all, tuple(seen), bases
+        limits = self._config.max_steps_ahead, patience, plans_all
+        inputs = view.candidates((), now), weights, *limits, tuple(seen), bases
         pending, query = held.pending, seen[-1].query
         return Dispatch(
             pending if pending.query is query else replace(pending, query=query),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from shoal_cluster.policies.native_plan import NativePlan
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, load, spared_tokens, work
+from shoal_cluster.policies.routing import RouteWeights, idle_and_sooner, load, spared_tokens, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -26,15 +27,20 @@ class Plan:
     """The cluster as each request sees it after room for those before it was given away.
 
     Args:
-        snapshot: the cluster, for no prompt in particular.
-        max_steps_ahead: how much work replicas may have before a request that is sent there; see ``StepsAhead``.
+        snapshot: the cluster, for no prompt in particular. max_steps_ahead: how much work replicas may have before a
+        request that is sent there; see ``StepsAhead``. patience: prompt tokens that a request waits for, for each
+        second left to its objective, while a replica is idle;
+            0: all. See ``RouteQuery.patience_tokens``.
     """
 
-    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
+    def __init__(
+        self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float, patience: float = 0.0
+    ) -> None:
         self.weights = weights
+        self._patience = patience
         self._snapshot = snapshot
         self._steps_ahead = StepsAhead(max_steps_ahead)
-        self._native = None if library is None else NativePlan(snapshot, weights, max_steps_ahead)
+        self._native = None if library is None else NativePlan(snapshot, weights, max_steps_ahead, patience)
         self._columns = snapshot.columns  # the snapshot's own until something may be given away
         self._is_untouched = True
 
@@ -98,6 +104,12 @@ class Plan:
         num_tokens = uncached_tokens(query, num_matched_blocks)
         return self._steps_ahead.may_start(num_tokens, ahead, self._snapshot, place)
 
+    def patience_tokens(self, one: Considered) -> int | None:
+        """``RouteQuery.patience_tokens`` of ``one`` now."""
+        if self._patience <= 0 or one.objective_s == math.inf:
+            return None
+        return math.floor((one.objective_s - self._snapshot.now) * self._patience)
+
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: requests after it count on what is left."""
         num_tokens = uncached_tokens(query, num_matched_blocks)
@@ -141,8 +153,13 @@ class Plan:
         with_room = np.where(has_room, costs, np.inf)
         roomy, cheapest, rows = with_room.argmin(axis=1), costs.argmin(axis=1), np.arange(len(queries))
         is_roomy = with_room[rows, roomy] < np.inf
-        places = np.where(is_roomy, roomy, np.where(costs[rows, cheapest] < np.inf, cheapest, -1))
-        return list(zip(places.tolist(), is_roomy.tolist(), strict=True))
+        places = np.where(is_roomy, roomy, np.where(costs[rows, cheapest] < np.inf, cheapest, -1)).tolist()
+        for number, one in enumerate(considered):
+            if is_roomy[number] and (most := self.patience_tokens(one)) is not None:
+                idle = idle_and_sooner(one.query, self._seen(one.matched), with_room[number], most)
+                if idle is not None:
+                    places[number] = int(np.where(idle, with_room[number], np.inf).argmin())
+        return list(zip(places, is_roomy.tolist(), strict=True))
 
     def _seen(self, matched: Ints) -> Candidates:
         return self._snapshot.matching(matched, self._columns)

@@ -31,6 +31,9 @@ class RouteQuery:
         num_alike: how many requests begin so, this one included, rounded down.
         num_holders: replicas that cache these blocks. If one more computes them, it will serve about ``num_alike /
             (num_holders + 1)`` of the requests, so each is charged only its share of the cost.
+        patience_tokens: prompt tokens that it waits for, until its own first token, at the cheapest replica. If there
+        are
+            more, it goes to one that has no prompt to compute and where there are fewer. None: it waits for all.
     """
 
     request_id: str
@@ -45,6 +48,7 @@ class RouteQuery:
     num_known_blocks: int = 0
     num_alike: int = 1
     num_holders: int = 0
+    patience_tokens: int | None = None
 
     @property
     def spared(self) -> float:
@@ -53,7 +57,7 @@ class RouteQuery:
 
     def anew(self) -> RouteQuery:
         """The same for a decision at another time: what it says of other requests is out of date."""
-        return replace(self, passed=(), num_known_blocks=0, num_alike=1, num_holders=0)
+        return replace(self, passed=(), num_known_blocks=0, num_alike=1, num_holders=0, patience_tokens=None)
 
     def with_blocks_given(self, num_blocks: int) -> RouteQuery:
         """The same where so many of its leading blocks come from another replica: they take room, but no computing."""

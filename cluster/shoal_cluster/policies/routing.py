@@ -28,10 +28,12 @@ from shoal_cluster.policies.native_cost import native_least_cost
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.ranking import Scores, best_of, is_eligible, rank
 from shoal_cluster.policies.route_decision import RouteDecision
-from shoal_cluster.policies.route_query import PRICED_STEPS, RouteQuery
+from shoal_cluster.policies.route_query import PRICED_STEPS, RouteQuery, uncached_tokens
 from shoal_replica.errors import ConfigError
 
 MAX_PRICE = 1e9  # keeps costs finite
+BUSY = 2.0**40
+"""What a busy replica costs besides where an idle one is preferred: more than any compute, yet costs stay exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,9 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     a request among ``num_alike`` pays only its share: the others will find them, too. On a slower replica the compute
     costs proportionally more (the displacement by the prompt's KV does not). Barrier: a replica ranks after all that
     have room if it has no free slot, or if its free blocks, less those promised and those that its queue will take,
-    cannot hold the request's uncached part. Ties are shuffled by ``rng``.
+    cannot hold the request's uncached part. If the cheapest one computes more than ``patience_tokens`` until the first
+    token, those come last that are busy or compute as much, if there are others: an idle replica's time is lost
+    otherwise. Ties are shuffled by ``rng``.
     """
     score, explain = partial(_price, weights=weights), partial(predicted_work, weights=weights)
     decision = rank(query, candidates, rng, score, explain)
@@ -98,7 +102,7 @@ def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, see
 
 def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> tuple[int, int]:
     """The cheapest place and the number of eligible ones, if it has room now and no other costs the same; else -1."""
-    if query.is_restricted or query.passed or not candidates.replica_ids:
+    if query.is_restricted or query.passed or query.patience_tokens is not None or not candidates.replica_ids:
         return -1, 0
     if library is not None:
         return native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))
@@ -116,6 +120,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     running: Floats = np.multiply(weights.sequence_price(query), candidates.columns[SEQUENCES])
     uncached = _uncached(query, matched)
     slower: Floats = candidates.columns[SLOWER] * PER_CENT * (uncached + load(query, candidates) + running)
+    busy = _busy(query, candidates, _work(query, candidates, weights))
     return Scores(
         cost=scores.cost,
         must_wait=scores.must_wait,
@@ -126,6 +131,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             ("prefill", (uncached - spared_tokens(query, matched)) * np.float64(weights.prefill_price)),
             ("running", running),
             *((("slower", slower),) if slower.any() else ()),
+            *((("busy", busy),) if busy.any() else ()),
             ("matched_blocks", matched),
             ("free_blocks", candidates.columns[OPEN_BLOCKS]),
             ("free_slots", candidates.columns[OPEN_SLOTS]),
@@ -140,6 +146,49 @@ def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> 
 
 def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
     """The cost behind ``route`` of each replica [n]."""
+    costs = _work(query, candidates, weights)
+    return costs if query.patience_tokens is None else costs + _busy(query, candidates, costs)
+
+
+def may_be_sooner_elsewhere(query: RouteQuery, candidates: Candidates, place: int, patience_tokens: int) -> bool:
+    """Whether the replica at ``place`` computes more than ``patience_tokens`` until the first token of ``query``, while
+    some replica has no prompt to compute.
+    """
+    columns = candidates.columns
+    own = uncached_tokens(query, candidates.num_matched_blocks.item(place))
+    until_first = (columns.item(LOAD, place) + own) * (1.0 + columns.item(SLOWER, place) * PER_CENT)
+    return until_first > patience_tokens and bool((columns[LOAD] == 0).any())
+
+
+def idle_and_sooner(
+    query: RouteQuery, candidates: Candidates, costs: Floats, patience_tokens: int
+) -> NDArray[np.bool_] | None:
+    """Which replicas have room now, no prompt to compute, and fewer tokens until the first one of ``query`` than the
+    one
+    of least ``costs`` with room [n]. None if there is none, or that one has no more than ``patience_tokens``.
+    """
+    has_room = is_eligible(query, candidates) & ~_must_wait(query, candidates)
+    slower: Floats = 1.0 + candidates.columns[SLOWER] * PER_CENT
+    until_first = (load(query, candidates) + _uncached(query, candidates.num_matched_blocks)) * slower
+    if not has_room.any():
+        return None
+    there = until_first[np.where(has_room, costs, np.inf).argmin()]
+    if there <= patience_tokens:
+        return None
+    idle: NDArray[np.bool_] = has_room & (candidates.columns[LOAD] == 0) & (until_first < there)
+    return idle if idle.any() else None
+
+
+def _busy(query: RouteQuery, candidates: Candidates, costs: Floats) -> Floats:
+    """What replicas cost besides because idle ones are preferred [n]."""
+    idle = None
+    if query.patience_tokens is not None:
+        idle = idle_and_sooner(query, candidates, costs, query.patience_tokens)
+    return np.zeros(len(candidates)) if idle is None else np.where(idle, 0.0, BUSY)
+
+
+def _work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
+    """``cost`` where no idle replica is preferred [n]."""
     uncached = _uncached(query, candidates.num_matched_blocks)
     spared = spared_tokens(query, candidates.num_matched_blocks)
     return work(candidates, uncached, spared, weights.sequence_price(query), weights, load(query, candidates))

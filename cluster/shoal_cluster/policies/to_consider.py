@@ -92,8 +92,9 @@ class ToConsider:
             query = base if one is None else one.query
             if not _says(query, passes, shared):
                 query = base if _says(base, passes, shared) else _saying(base, passes, shared)
-            if one is None or not one.is_of(query, due_s, matched, before):
-                one = held.considered = Considered(query, due_s, matched, before)
+            objective_s = held.pending.arrival_s + held.length_s
+            if one is None or not one.is_of(query, due_s, matched, before, objective_s):
+                one = held.considered = Considered(query, due_s, matched, before, objective_s)
             considered.append(one)
             yield one
         self._kept, self._kept_ids, self._kept_until_s = considered, view.replica_ids, until_s

@@ -115,6 +115,7 @@ def query_to_proto(query: RouteQuery) -> pb.RouteQuery:
         num_alike=query.num_alike,
         num_holders=query.num_holders,
         phase=query.phase,
+        patience_tokens=query.patience_tokens,
     )
 
 
@@ -132,6 +133,7 @@ def query_from_proto(query: pb.RouteQuery) -> RouteQuery:
         num_alike=max(1, query.num_alike),
         num_holders=query.num_holders,
         phase=_phase(query.phase),
+        patience_tokens=query.patience_tokens if query.HasField("patience_tokens") else None,
     )
 
 

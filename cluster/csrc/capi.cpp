@@ -67,3 +67,9 @@ const char* shoal_table_fault(const ShoalTable* table) {
         return "no memory to look for faults";
     }
 }
+
+const int64_t* shoal_struct_bytes(void) {
+    static const int64_t bytes[] = {sizeof(ShoalTold), sizeof(ShoalCluster), sizeof(ShoalOutlook), sizeof(ShoalWish),
+                                    sizeof(ShoalHeld)};
+    return bytes;
+}

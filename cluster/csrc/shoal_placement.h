@@ -103,6 +103,9 @@ SHOAL_API void shoal_outlook(const ShoalCluster* cluster, const int64_t* columns
 SHOAL_API int64_t shoal_plan(const ShoalCluster* cluster, int64_t* columns, const ShoalHeld* requests, int64_t count,
                              int plans_all, int64_t* decided, int* may_start);
 
+/* Bytes of ShoalTold, ShoalCluster, ShoalOutlook, ShoalWish and ShoalHeld here, for callers that declare them anew. */
+SHOAL_API const int64_t* shoal_struct_bytes(void);
+
 #ifdef __cplusplus
 }
 #endif

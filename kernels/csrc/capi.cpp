@@ -146,3 +146,8 @@ const char* shoal_supported_kernels(void) { return shoal::supported_kernels(); }
 const char* shoal_error(void) { return last_error.c_str(); }
 
 }  // extern "C"
+
+const int64_t* shoal_struct_bytes(void) {
+    static const int64_t bytes[] = {sizeof(ShoalShape), sizeof(ShoalStep), sizeof(ShoalExchange)};
+    return bytes;
+}

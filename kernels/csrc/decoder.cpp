@@ -21,6 +21,7 @@ const Kernels& choose_kernels(const ShoalShape& shape) {
 
 const ShoalShape& checked(const ShoalShape& s) {
     if (s.num_layers < 1) throw std::invalid_argument("num_layers: must be at least 1");
+    if (s.num_threads < 1) throw std::invalid_argument("num_threads: must be at least 1");
     const int group = s.num_kv_heads > 0 ? s.num_heads / s.num_kv_heads : 0;
     if (group < 1 || s.num_heads % s.num_kv_heads != 0 || group > kAttentionRows)
         throw std::invalid_argument("num_heads: must be a multiple of num_kv_heads, at most 96 to one");

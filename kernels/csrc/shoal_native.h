@@ -138,6 +138,8 @@ SHOAL_API int shoal_log_probabilities(ShoalDecoder* decoder, const float* logits
 SHOAL_API const char* shoal_decoder_kernels(const ShoalDecoder* decoder);
 SHOAL_API const char* shoal_supported_kernels(void);
 SHOAL_API const char* shoal_error(void);
+/* Bytes of ShoalShape, ShoalStep and ShoalExchange here, for callers that declare them anew. */
+SHOAL_API const int64_t* shoal_struct_bytes(void);
 
 #ifdef __cplusplus
 }

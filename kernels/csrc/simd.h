@@ -103,7 +103,7 @@ SHOAL_INLINE F32 exp2(F32 x) {
         return (F32)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)x);
     }
 #endif
-    x = max(x, splat(-125.0f));
+    x = max(splat(-125.0f), x);  // in this order a NaN stays one
     const F32 magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to the nearest integer
     const F32 shifted = x + magic;
     const F32 f = x - (shifted - magic);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "thread_name.h"
 
@@ -35,13 +36,18 @@ void await(const Condition& condition) {
 }  // namespace
 
 Team::Team(int num_threads) : shares_(static_cast<size_t>(num_threads)) {
-    for (int i = 1; i < num_threads; ++i) {
-        helpers_.emplace_back([this, i] { help(i); });
-        name_thread(helpers_.back(), "shoal-helper");
+    try {
+        for (int i = 1; i < num_threads; ++i) {
+            helpers_.emplace_back([this, i] { help(i); });
+            name_thread(helpers_.back(), "shoal-helper");
+        }
+    } catch (...) {  // no more threads are to be had
+        stop();
+        throw;
     }
 }
 
-Team::~Team() {
+void Team::stop() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         stopping_ = true;
@@ -50,6 +56,8 @@ Team::~Team() {
     wake_.notify_all();
     for (std::thread& helper : helpers_) helper.join();
 }
+
+Team::~Team() { stop(); }
 
 uint64_t Team::progress() const {
     uint64_t taken = 0;
@@ -77,6 +85,8 @@ void Team::run(const std::function<void(Member&)>& body, const std::vector<Span>
     // Sequentially consistent, as in help(): either a helper sees that the step is closed, or it is seen inside.
     open_.store(0);
     await([&] { return inside_.load() == 0; });
+    if (!has_failed_.exchange(false)) return;
+    std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void Team::linger(unsigned seen, int number, const std::vector<Span>* next) {
@@ -118,6 +128,12 @@ void Team::help(int number) {
         }
         inside_.fetch_sub(1);
     }
+}
+
+void Team::fail() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_ == nullptr) failure_ = std::current_exception();
+    has_failed_ = true;
 }
 
 int Team::claim(uint64_t phase, int count, int member) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -60,7 +61,14 @@ public:
             }
             if (count == 0) return;
             const uint64_t phase = phase_++;
-            for (int i; (i = team_.claim(phase, count, number_)) >= 0; team_.finish(phase, count)) work(i);
+            for (int i; (i = team_.claim(phase, count, number_)) >= 0; team_.finish(phase, count)) {
+                if (team_.has_failed_.load(std::memory_order_relaxed)) continue;  // others wait for its end
+                try {
+                    work(i);
+                } catch (...) {
+                    team_.fail();
+                }
+            }
             team_.await_end(phase, ahead_);
         }
         // From now on, time spent waiting for other threads is used to read this.
@@ -88,6 +96,8 @@ private:
         std::atomic<uint64_t> taken{0};
     };
 
+    void stop();
+    void fail();  // keeps the present exception, for run() to throw
     int claim(uint64_t phase, int count, int member);  // a unit, or -1 when none is left or the phase is over
     void finish(uint64_t phase, int count);
     void await_end(uint64_t phase, Span& ahead);
@@ -103,7 +113,8 @@ private:
     alignas(64) std::atomic<unsigned> step_{0};
     alignas(64) std::atomic<unsigned> open_{0};  // the step that helpers may still enter; 0 for none
     alignas(64) std::atomic<int> inside_{0};     // helpers in body_, or about to see that it is closed
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false}, has_failed_{false};
+    std::exception_ptr failure_;  // of the step, under mutex_
     const std::function<void(Member&)>* body_ = nullptr;
     const std::vector<Span>* next_ = nullptr;
     uint64_t first_phase_ = 0;  // of the open step

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).with_name("_native.so")
+REBUILD = "python setup.py build_ext --inplace, or install the package again"
 EXCHANGE_LINE_BYTES = 64
 LOST_RANK = -2
 GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
@@ -63,7 +64,10 @@ def _load(path: Path | None = None) -> ctypes.CDLL | None:
     path = path or LIBRARY
     if not path.is_file():
         return None
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be loaded on this machine ({error}): {REBUILD}") from error
     pointer = ctypes.c_void_p
     for name, result, arguments in (
         ("shoal_decoder_create", pointer, [pointer, pointer]),
@@ -95,13 +99,17 @@ def _load(path: Path | None = None) -> ctypes.CDLL | None:
         ("shoal_decoder_kernels", ctypes.c_char_p, [pointer]),
         ("shoal_supported_kernels", ctypes.c_char_p, []),
         ("shoal_error", ctypes.c_char_p, []),
+        ("shoal_struct_bytes", pointer, []),
     ):
         try:
             function = getattr(library, name)
         except AttributeError as error:
-            how = "python setup.py build_ext --inplace, or install the package again"
-            raise RuntimeError(f"{path} was built from other sources ({error}): {how}") from error
+            raise RuntimeError(f"{path} was built from other sources ({error}): {REBUILD}") from error
         function.restype, function.argtypes = result, arguments
+    structs = (CShape, CStep, CExchange)
+    there = (ctypes.c_int64 * len(structs)).from_address(library.shoal_struct_bytes())
+    if (found := list(there)) != (here := list(map(ctypes.sizeof, structs))):
+        raise RuntimeError(f"{path} was built from other sources (structs of {found} bytes, not {here}): {REBUILD}")
     return library
 
 

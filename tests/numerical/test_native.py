@@ -8,6 +8,8 @@ import mmap
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -139,6 +141,54 @@ def test_what_is_not_finite_is_not_rounded_away(kernels: str, value: float, bits
     logits = run(decoder, Part([5], 0, [0]), Part([3], 0, [1]), Part([1, 2, 4], 0, [2]))
     assert logits.isnan().all(1).tolist() == [False, True, False, False, False]
     assert logits[[0, 2, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_score_that_is_no_number_makes_no_weight(kernels: str, norm: str, dtype: torch.dtype) -> None:
+    """Attention without it would be a plain average, and the logits finite."""
+    shape = make_shape(dtype=dtype)
+    weights = make_weights(shape, qk_norm=True)
+    weights[f"layers.0.{norm}.weight"][5] = torch.nan
+    logits = run(
+        NativeDecoder(shape, weights.items(), rotary_table(shape), kernels), Part(list(range(40)), 0, [0, 1, 2])
+    )
+    assert logits.isnan().all()
+
+
+OUT_OF_MEMORY = """
+import resource, sys, torch
+from fixtures.native_models import NativeDecoder, make_shape, make_weights, rotary_table
+from shoal_kernels.draws import Draw
+
+size = 2_000_000
+shape = make_shape(num_threads=int(sys.argv[1]), vocab_size=size, hidden_size=32, intermediate_size=32, num_layers=1)
+decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
+logits = torch.zeros(64, size)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))
+try:
+    decoder.draw(logits, list(range(64)), [Draw(1.0, 0.0, 0, 1.0, 0.5)] * 64)
+except MemoryError:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(decoder.draw(logits[:2], [0, 1], [Draw(1.0, 0.0, 0, 1.0, 0.5)] * 2))
+"""
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_step_that_runs_out_of_memory_is_an_error_and_the_next_one_runs(num_threads: int) -> None:
+    """Whichever thread it happens in; the rest of the step is left out."""
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY, str(num_threads)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip(), "it had memory enough"
 
 
 @pytest.mark.parametrize(("bits", "activation_bits"), INTEGERS)
@@ -778,6 +828,22 @@ def test_a_library_of_other_sources_says_how_to_build_it_again(monkeypatch: pyte
         RuntimeError, match=r"_multiarray_umath.*built from other sources.*shoal_decoder_create.*build_ext --inplace"
     ):
         native_library._load()
+
+
+def test_a_library_with_other_structs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions may have the same names, and would read beyond what they are given."""
+    monkeypatch.setattr(native_library, "CStep", native_library.CExchange)
+    with pytest.raises(
+        RuntimeError, match=r"built from other sources \(structs of .* bytes, not .*build_ext --inplace"
+    ):
+        native_library._load()
+
+
+def test_what_is_no_library_of_this_machine_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "_native.so"
+    path.write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(RuntimeError, match=r"_native.so cannot be loaded on this machine \(.*build_ext --inplace"):
+        native_library._load(path)
 
 
 def test_closed_decoder() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_cluster.policies import native_library, routing
+from shoal_cluster.policies import native_library, native_plan, routing
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, SEQUENCES, SLOWER, Ints, unknown_columns
 from shoal_cluster.policies.holder_table import NUM_WAYS, HolderTable, Table, make_table
@@ -231,3 +231,10 @@ def test_costs_are_the_same_to_the_last_bit() -> None:
         place, _ = native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))
         assert place == (-1 if costs[0] == costs[1] else int(costs.argmin()))
     assert num_near > 100
+
+
+def test_a_library_with_other_structs_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"built from other sources \(structs of .* bytes, not .*build_ext --inplace"
+    ):
+        native_library.check_structs(native_plan.CHeld, native_plan.CCluster)

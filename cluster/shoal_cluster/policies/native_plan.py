@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import DUE, TOLD, Ints
 from shoal_cluster.policies.considered import Assignment, Considered
-from shoal_cluster.policies.native_library import library
+from shoal_cluster.policies.native_library import check_structs, library
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.ranking import is_allowed
 from shoal_cluster.policies.route_query import PRICED_STEPS
@@ -73,6 +73,9 @@ class CHeld(ctypes.Structure):
         ),
         *((name, c_void_p) for name in ("matched", "passed", "excluded", "before")),
     )
+
+
+check_structs(CTold, CCluster, COutlook, CWish, CHeld)
 
 
 def _offset(name: str) -> int:

@@ -8,8 +8,8 @@ from fixtures.tool_formats import CLOCK, ODD, TOOLS, WEATHER, read
 from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chat_format import GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN_CODER, CallFormat, ChatFormat
 from shoal_cluster.chat.tool import NONE, ToolUse
+from shoal_cluster.serve.answer_readers import AnswerReaders
 from shoal_cluster.serve.call import Chunk, Usage
-from shoal_cluster.serve.request_maker import AnswerReaders
 from shoal_replica.request import FinishReason
 
 CITY = '{"city": "Köln"}'

@@ -23,6 +23,7 @@ class XmlNotation:
         parameter_start: what ``parameter`` begins with.
         end_of_value, end: the tags behind a value, and behind all.
         ends_by_closing: ``end`` is what closes calls, and is not part of this one.
+        inner_tags: what ``parameter`` has between its beginning and the value, besides the key.
     """
 
     head_start: str
@@ -32,6 +33,7 @@ class XmlNotation:
     end_of_value: str
     end: str
     ends_by_closing: bool = False
+    inner_tags: tuple[str, ...] = ()
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
@@ -41,7 +43,7 @@ class XmlNotation:
     @property
     def tags(self) -> tuple[str, ...]:
         """Those around keys and values that some models have as special tokens."""
-        return (self.parameter_start, *_CLOSING_TAGS.findall(self.parameter.pattern), self.end_of_value)
+        return (self.parameter_start, *self.inner_tags, self.end_of_value)
 
     def may_be_head(self, text: str) -> bool:
         """Whether ``text``, which is no whole head, may be the beginning of one."""
@@ -55,7 +57,6 @@ class XmlNotation:
 
 
 _PART_OF_NAME = re.compile(r"[\w.-]+\s*<?[\w/]*")
-_CLOSING_TAGS = re.compile(r"</?\w+>")
 
 QWEN_XML = XmlNotation(
     head_start="<function=",
@@ -85,6 +86,7 @@ GLM_XML = XmlNotation(
     end_of_value="</arg_value>",
     end="</tool_call>",
     ends_by_closing=True,
+    inner_tags=("</arg_key>", "<arg_value>"),
 )
 """``NAME``, ``<arg_key>KEY</arg_key>``, ``<arg_value>VALUE</arg_value>`` ...: GLM-4.5's."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shoal_cluster.commands.signals import exit_on_signals
 from shoal_replica.bench.contender import Entries, make_contenders
 from shoal_replica.bench.processor import describe_machine
 from shoal_replica.bench.report import as_json, table
@@ -78,8 +78,7 @@ def engine(
             only=only or (),
         ),
     )
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that cleanup runs and ends the workers
-        signal.signal(stop, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     errors = Console(stderr=True, highlight=False)
     with errors.status("starting") as status:
         outcome = asyncio.run(Runner(plan, contenders, status.update).run())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal_cluster.commands.signals import exit_on_signals
 from shoal_replica.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ def serving(
         num_output_tokens=output_tokens,
         num_rounds=rounds,
     )
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that cleanup runs and ends what was started
-        signal.signal(stop, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     if not as_json:
         typer.echo(HEADER)
     for cost in measure_serving(load, lambda progress: typer.echo(progress, err=True)):

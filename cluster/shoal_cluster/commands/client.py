@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 import grpc
@@ -81,47 +82,38 @@ class GatewayClient:
         trace = call.trace.headers() if call.trace is not None else ()
         stream = self._generate(call, timeout=call.timeout_s, metadata=(*trace, *self._metadata))
         try:
-            async for chunk in stream:
-                yield chunk
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            with self._own_errors():
+                async for chunk in stream:
+                    yield chunk
         finally:
             stream.cancel()
 
     async def cluster(self) -> ClusterRow:
         """The replicas and their ledgers."""
-        try:
+        with self._own_errors():
             row: ClusterRow = await self._list_replicas(b"", timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
         return row
 
     async def explain(self, request_id: str) -> Explanation:
         """What the gateways know of a request's placement."""
-        try:
-            request = control_pb2.ExplainRouteRequest(request_id=request_id)
+        request = control_pb2.ExplainRouteRequest(request_id=request_id)
+        with self._own_errors():
             told = self._explain(request, timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
             explanation: Explanation = await told
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
         return explanation
 
     async def scaling(self) -> ScalingRow:
         """The autoscaler's settings and decisions."""
-        try:
+        with self._own_errors():
             row: ScalingRow = await self._get_scaling(b"", timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
         return row
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool, admin_key: str | None) -> ScalingRow:
         """Change the autoscaler's settings; return them as they are then."""
         metadata = self._metadata if admin_key is None else (("authorization", BEARER + admin_key),)
         request = scaling_codec.tune_to_proto(changes, reset=reset)
-        try:
+        with self._own_errors():
             row: ScalingRow = await self._tune(request, timeout=CONTROL_TIMEOUT_S, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
         return row
 
     async def __aenter__(self) -> GatewayClient:
@@ -131,6 +123,14 @@ class GatewayClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._channel.close()
+
+    @contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Raise gRPC's errors as this project's."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
 
     def _error(self, error: grpc.aio.AioRpcError) -> ShoalError:
         details = error.details() or error.code().name

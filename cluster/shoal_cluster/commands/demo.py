@@ -27,6 +27,7 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
 from shoal_cluster.commands.gateway_access import TLS, GatewayAccess, http_url
 from shoal_cluster.commands.local_ray import LocalRay
+from shoal_cluster.commands.signals import ENDING, exit_on_signals
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.gateway_settings import ADMIN_KEY_VARIABLE, GatewaySettings, with_keys
 from shoal_cluster.serve.call import GenerateCall, Usage
@@ -68,8 +69,7 @@ def demo(
     once: Annotated[bool, typer.Option("--once", help="Stop everything after the answers.")] = False,
 ) -> None:
     """Start Ray, apply the YAML, ask eight questions that share one system prompt, and stay up until Ctrl-C."""
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # so that cleanup runs and ends what was started
-        signal.signal(stop, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     console = Console(highlight=False)
     path = config or local_yaml()
     document, _ = read_config(path)
@@ -159,7 +159,6 @@ def _summary(chats: list[Chat]) -> Table:
         usage = chat.usage
         if usage is None:
             raise RuntimeError(f"{chat.request_id} ended without its usage")
-        decode_s = max(chat.seconds - usage.ttft_s, 1e-9)
         table.add_row(
             chat.request_id,
             usage.replica_id,
@@ -167,7 +166,7 @@ def _summary(chats: list[Chat]) -> Table:
             str(usage.num_cached_tokens),
             str(usage.num_output_tokens),
             f"{usage.ttft_s * 1000:.0f}",
-            f"{max(usage.num_output_tokens - 1, 0) / decode_s:.1f}",
+            f"{usage.tokens_per_s(chat.seconds):.1f}",
         )
     return table
 
@@ -199,7 +198,7 @@ controls   {controls}
 
 def _wait_for_interrupt() -> None:
     """Return at Ctrl-C, SIGTERM or SIGHUP. The signals are blocked first, so that their handlers do not run."""
-    stopping = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    stopping = {signal.SIGINT, *ENDING}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     typer.echo("up; Ctrl-C stops everything")
     sys.stdout.flush()

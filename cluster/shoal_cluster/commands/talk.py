@@ -95,7 +95,6 @@ class _Answer:
         usage = self.usage
         if usage is None:
             return f"[{self.request_id}]"
-        decode_s = max(self.seconds - usage.ttft_s, 1e-9)
         parts = [
             self.request_id,
             f"replica {usage.replica_id}",
@@ -103,7 +102,7 @@ class _Answer:
             f"{usage.num_cached_tokens} cached",
             f"{usage.num_output_tokens} output",
             f"TTFT {usage.ttft_s * 1000:.0f} ms",
-            f"{max(usage.num_output_tokens - 1, 0) / decode_s:.1f} tok/s",
+            f"{usage.tokens_per_s(self.seconds):.1f} tok/s",
         ]
         return f"[{' · '.join(parts)}]"
 

@@ -88,6 +88,10 @@ class Usage:
     num_resumes: int = 0
     num_reasoning_tokens: int = 0
 
+    def tokens_per_s(self, seconds: float) -> float:
+        """Output tokens a second after the first, of an answer that took ``seconds`` in all."""
+        return max(self.num_output_tokens - 1, 0) / max(seconds - self.ttft_s, 1e-9)
+
 
 class PromptRead(NamedTuple):
     """A call's prompt: its tokens, the first ``num_cached_tokens`` of which the replica had cached."""

@@ -111,13 +111,14 @@ public:
         return *has_room ? idle_and_sooner(one, load, place) : place_of_least(costs, size());
     }
 
-    /* `place`, or if that takes longer than the request is patient, the cheapest replica that has no prompt to compute and
-       begins to answer sooner: `idle_and_sooner` of policies/routing.py. */
+    /* `place`, or if that takes longer than the request is patient, the cheapest replica that has no prompt to compute
+       and begins to answer sooner: `idle_and_sooner` of policies/routing.py. */
     int64_t idle_and_sooner(const ShoalHeld& one, const int64_t* load, int64_t place) const {
         if (cluster_.patience <= 0) return place;
         const auto until_first = [&](int64_t i) {
             const int64_t own = shoal::uncached(one.num_tokens, one.matched[i], one.block_size);
-            return static_cast<double>(load[i] + own) * (1.0 + static_cast<double>(at(shoal::SLOWER, i)) * shoal::PER_CENT);
+            const double slower = 1.0 + static_cast<double>(at(shoal::SLOWER, i)) * shoal::PER_CENT;
+            return static_cast<double>(load[i] + own) * slower;
         };
         const double there = until_first(place);
         if (there <= std::floor((one.objective_s - cluster_.now) * cluster_.patience)) return place;

@@ -75,9 +75,10 @@ typedef struct ShoalWish {
     int64_t place, num_blocks, num_tokens, num_cached_blocks, decode_steps;
 } ShoalWish;
 
-/* A held request. due_s: the date that it is sent with; objective_s: that of its objective. num_known_blocks, spared: as in shoal_least_cost. matched [num_replicas]: blocks of the prompt that are
-   cached. passed [num_replicas]: waiting tokens that it goes before, or NULL. excluded [num_replicas]: replicas that must
-   not have it, or NULL. before [num_before]: other gateways' requests between it and the one before. */
+/* A held request. due_s: the date that it is sent with; objective_s: that of its objective. num_known_blocks, spared: as
+   in shoal_least_cost. matched [num_replicas]: blocks of the prompt that are cached. passed [num_replicas]: waiting
+   tokens that it goes before, or NULL. excluded [num_replicas]: replicas that must not have it, or NULL. before
+   [num_before]: other gateways' requests between it and the one before. */
 typedef struct ShoalHeld {
     double due_s, objective_s, spared;
     int64_t num_tokens, num_blocks_needed, num_known_blocks, block_size, decode_steps, num_replicas, num_before;

@@ -39,7 +39,7 @@ LATER = {
     "demo": _Later("shoal_cluster.commands.demo:demo", "Start a local cluster and send it eight chats at once."),
     "deploy": _Later("shoal_cluster.commands.deploy:deploy_file", "Apply a Serve YAML to a Ray cluster and wait."),
     "top": _Later("shoal_cluster.commands.top:top", "Show the cluster as the dashboard does, in a terminal."),
-    "sim": _Later("shoal_cluster.sim.command:sim", "Replay a request trace on a simulated cluster."),
+    "sim": _Later("shoal_cluster.commands.sim:sim", "Replay a request trace on a simulated cluster."),
 }
 
 

@@ -34,8 +34,8 @@ from shoal_cluster.commands.client import GatewayClient  # noqa: E402
 from shoal_cluster.commands.deploy import deploy, read_config  # noqa: E402
 from shoal_cluster.commands.local_ray import LocalRay  # noqa: E402
 from shoal_cluster.config import ClusterConfig  # noqa: E402
+from shoal_cluster.policies.hold_config import HoldConfig  # noqa: E402
 from shoal_cluster.policies.objective import LatencyObjective  # noqa: E402
-from shoal_cluster.policies.pending import HoldConfig  # noqa: E402
 from shoal_cluster.serve.call import GenerateCall, Usage  # noqa: E402
 from shoal_cluster.sim.cluster import SimCluster  # noqa: E402
 from shoal_cluster.sim.config import SimConfig  # noqa: E402

@@ -18,7 +18,7 @@ import argparse
 from dataclasses import dataclass, replace
 from random import Random
 
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.report import Distribution

@@ -158,3 +158,21 @@ def test_a_look_leaves_what_others_see_as_it_was() -> None:
     seen = plan.seen_by_next(snapshot)
     plan.give(make_query(), 0, 0)
     assert (snapshot.num_reserved.tolist(), seen.num_reserved.tolist()) == ([0, 0], [1, 0])
+
+
+def test_who_takes_an_idle_replica_depends_on_what_others_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request's cheapest replica is the first one's, too. When that is dearer by the first one, another is
+    the cheapest, and takes no longer than the request is patient.
+    """
+    rows = [
+        make_row(name, make_stats(num_total_blocks=1000, num_free_blocks=900, num_waiting_tokens=load))
+        for name, load in (("p", 1700), ("q", 600), ("x", 0))
+    ]
+    snapshot = Candidates.of(rows)
+    first = Considered(make_query(1600, request_id="1"), NOW, np.array([30, 0, 0]), (), snapshot.now + 999.0)
+    second = Considered(make_query(1600, request_id="2"), NOW, np.array([90, 75, 0]), (), snapshot.now + 8.0)
+    weights = RouteWeights(decode_price=0.0)
+    natively = Plan(snapshot, weights, 1.0, 100.0).until_startable([first, second], True)
+    monkeypatch.setattr(plan_module, "library", None)
+    assert Plan(snapshot, weights, 1.0, 100.0).until_startable([first, second], True) == natively
+    assert natively[0][:2] == [(0, 30), (1, 75)]

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from shoal_cluster.commands.sim import sim
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.sim.capacity import find_replicas
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.faults import Crash, Fault, Stall

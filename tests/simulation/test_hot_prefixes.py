@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from shoal_cluster.policies.alike import ALONE, Alike
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.run import report, run

@@ -14,7 +14,7 @@ from threading import Thread
 import msgspec
 import pytest
 
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.sim import parallel
 from shoal_cluster.sim import run as run_module
 from shoal_cluster.sim.channel import Channel

@@ -13,12 +13,12 @@ from fixtures.cluster_views import make_stats
 from msgspec import structs
 from typer.testing import CliRunner
 
+from shoal_cluster.commands.sim import sim
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.sim.capacity import carries, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.faults import Stall
 from shoal_cluster.sim.fit import fit_live, fit_step_time

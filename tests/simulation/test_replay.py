@@ -19,8 +19,9 @@ from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.considered import Considered
 from shoal_cluster.policies.dispatch import Dispatch
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.look import Basis, Look, LookResult, look
-from shoal_cluster.policies.pending import HoldConfig, PendingQueue
+from shoal_cluster.policies.pending import PendingQueue
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.serve.scaling_board import ScalingBoard

@@ -9,12 +9,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from shoal_cluster.commands.sim import sim
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import PrefillTime
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.roles import num_prefills
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.faults import Crash, Fault, Stall

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from shoal_cluster.policies.admission import AdmissionLimits
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.faults import Crash

@@ -15,14 +15,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from shoal_cluster.commands.sim import sim
 from shoal_cluster.policies.admission import AdmissionLimits, Queued, keep
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import PrefillTime
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.capacity import carries, find_capacity
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.event_loop import EventLoop
@@ -354,7 +354,7 @@ def test_the_command_prints_json_and_a_summary(mooncake: Path) -> None:
     with pytest.raises(ConfigError, match="host_rate: got it without host_blocks"):
         CliRunner().invoke(app, [*arguments, "--host-rate", "1e6"], catch_exceptions=False)
     for wrong in (["--plot", "x"], ["--scale", "1:2"]):
-        with pytest.raises(ConfigError, match=f"{wrong[0].strip('-')}: got it with a search"):
+        with pytest.raises(ConfigError, match=f"{wrong[0].strip('-')}: got it with find_capacity"):
             CliRunner().invoke(app, [*arguments, *wrong, "--find-capacity"], catch_exceptions=False)
 
 

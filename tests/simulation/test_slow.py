@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import SimConfig

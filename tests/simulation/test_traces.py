@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from shoal_cluster.commands.sim import sim
 from shoal_cluster.sim.capacity import MAX_SPEED
-from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.traces import MAX_TOKENS, read_trace
 from shoal_cluster.sim.workload import MAX_ARRIVAL_S, repeat, speed_up
 from shoal_replica.errors import ConfigError

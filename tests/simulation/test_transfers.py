@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.commands.sim import sim
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.transfer_pace import START_S
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.command import sim
 from shoal_cluster.sim.config import SimConfig
 from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.faults import Crash, Fault, Stall

@@ -143,6 +143,7 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
             "",
             [(WEATHER.name, '{"city": "Ulm"}')],
         ),
+        (HERMES, "<tool_call><function=get_weather><parameter=city>Ulm</para", "", [(WEATHER.name, '{"city": "Ulm"}')]),
         (
             HERMES,
             "<tool_call>\n<function=get_weather>\n<parameter=city>\nUlm\n",

@@ -12,7 +12,7 @@ import pytest
 
 from shoal_cluster.commands.deploy import read_config
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.policies.pending import HoldConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.serve.admission_desk import limits_of
 from shoal_replica import memory
 from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig

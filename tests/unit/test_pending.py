@@ -11,10 +11,12 @@ import pytest
 from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
 
+from shoal_cluster.policies.columns import Phase
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.pending import MOST_SIZES, HoldConfig, PendingQueue
+from shoal_cluster.policies.pending import MOST_SIZES, PendingQueue
 from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, route
 from shoal_cluster.policies.to_consider import MAX_FIRST_MATCH_AGE_S
@@ -292,16 +294,18 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
 
 def test_what_waits_long_for_its_cheapest_replica_goes_where_none_waits_and_it_begins_sooner() -> None:
     """Due 5.8 s after its arrival; a second has 1 000 tokens. The owner computes its 300 after those that wait there,
-    an
-    idle replica all its 1 900. Nobody takes an idle replica out of turn where there is not one for each that waits.
+    an idle replica all its 1 900. Nobody takes an idle replica out of turn where there is not one for each that waits.
     """
     free = make_stats(num_total_blocks=1000, max_num_seqs=64)
     asked = pending("asked", 1900, hashes=PREFIX)
 
-    def goes_to(num_waiting_tokens: int, now: float, *others: PendingRequest) -> str | None:
+    def goes_to(
+        num_waiting_tokens: int, now: float, *others: PendingRequest, roles: dict[str, Phase] | None = None
+    ) -> str | None:
         busy = structs.replace(free, num_waiting_tokens=num_waiting_tokens)
         view = view_of(owner=busy, idle=free)
         view.apply_update("owner", busy, PREFIX, (), 0.0)
+        view.set_roles(roles or {})
         dispatch = queue_of(asked, *others).next(view, WEIGHTS, now, Random(0))
         if dispatch is None:
             return None
@@ -320,6 +324,7 @@ def test_what_waits_long_for_its_cheapest_replica_goes_where_none_waits_and_it_b
     assert goes_to(1700, 9.0) == "idle", "also if its objective is lost"
     assert goes_to(1500, 9.0) is None, "the idle one would begin later"
     assert goes_to(2700, 0.0, pending("other", 1900, hashes=PREFIX)) is None
+    assert goes_to(2700, 0.0, roles={"owner": "prefill"}) is None, "who is idle may be for others"
 
 
 @pytest.mark.parametrize("count", [16, 32, 64])

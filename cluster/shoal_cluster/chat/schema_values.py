@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAX_DEPTH = 8  # of alternatives and references within each other
-
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -37,22 +35,31 @@ class Values:
         return "boolean" in self.types
 
     @classmethod
-    def of(cls, schema: object, root: Mapping[str, Any], depth: int = 0) -> Values:
+    def of(cls, schema: object, root: Mapping[str, Any]) -> Values:
         """Read ``schema``, within ``root``, whose definitions it may refer to. What cannot be read says nothing."""
-        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-            return cls()
-        constants = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-        if constants:
-            kinds = ("null" if each is None else "boolean" for each in constants if isinstance(each, bool | None))
-            return cls(frozenset(kinds), frozenset(each for each in constants if isinstance(each, str)))
-        kind = schema.get("type")
-        named = [kind] if isinstance(kind, str) else _listed(kind)
-        alternatives = [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(schema.get(key))]
-        if "$ref" in schema:
-            alternatives.append(_referred(schema["$ref"], root))
-        parts = [cls.of(each, root, depth + 1) for each in alternatives]
-        types = frozenset(each for each in named if isinstance(each, str))
-        return cls(types.union(*(part.types for part in parts)), _NOTHING.union(*(part.texts for part in parts)))
+        types: set[str] = set()
+        texts: set[str] = set()
+        seen: set[int] = set()  # a schema may refer to itself
+        left = [schema]
+        while left:
+            part = left.pop()
+            if not isinstance(part, Mapping) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            constants = [*_listed(part.get("enum")), *([part["const"]] if "const" in part else [])]
+            if constants:
+                types.update(
+                    "null" if each is None else "boolean" for each in constants if isinstance(each, bool | None)
+                )
+                texts.update(each for each in constants if isinstance(each, str))
+                continue
+            kind = part.get("type")
+            named = [kind] if isinstance(kind, str) else _listed(kind)
+            types.update(each for each in named if isinstance(each, str))
+            left += [each for key in ("anyOf", "oneOf", "allOf") for each in _listed(part.get(key))]
+            if "$ref" in part:
+                left.append(_referred(part["$ref"], root))
+        return cls(frozenset(types), frozenset(texts))
 
 
 def _listed(value: object) -> list[Any]:

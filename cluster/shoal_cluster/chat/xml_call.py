@@ -182,7 +182,9 @@ class XmlCall:
     def end(self) -> None:
         """The model ends its answer within the call: what there is of a value is the value, and the call is done."""
         if self._key is not None:
-            self._unread += self._notation.end_of_value
+            tags = self._notation.ends_of_value
+            begun = [n for tag in tags for n in range(1, len(tag)) if self._unread.endswith(tag[:n])]
+            self._unread = self._unread[: len(self._unread) - max(begun, default=0)] + self._notation.end_of_value
             self._read_value()
         self._unread = ""
         self._new.append("}")

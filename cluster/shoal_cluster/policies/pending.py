@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -20,8 +20,9 @@ from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
 from shoal_cluster.policies.held import NOT_MATCHED, RESUMED_PRIORITY, Held, PendingRequest, Planned, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.look import Basis, Look, look
-from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
+from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import is_eligible
@@ -32,7 +33,6 @@ from shoal_cluster.policies.to_consider import ToConsider, look_up
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.policies.yielding import Yielding
-from shoal_replica.errors import ConfigError
 
 TURN_DELAYS = 2.4  # feed delays per gateway: turns are spread over this long for each of them
 MAX_SIZE_AGE_S = 1.0  # a held request's size (prompt tokens to compute) is looked up again when it is older
@@ -41,32 +41,6 @@ NUM_SIZES_AT_ONCE = 64  # the least number of lookups in one pass
 PHASE_PATIENCE = 0.25  # of the objective for first tokens: so long a request waits for replicas of one role
 PATIENCE = 0.5  # of the time left to its objective: so long a request waits for the cheapest replica beside idle ones
 URGENCY = 0.75  # the part of a turn's delay that depends on urgency; the rest is random
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HoldConfig:
-    """How requests are held.
-
-    Attributes:
-        objective: when a first token is due. Only the order depends on it.
-        prefill: how long prompts take, until a replica has measured it.
-        max_steps_ahead: a replica is sent a request when the prompt tokens that it computes first fill at most this
-            many of its steps; short prompts go sooner (``StepsAhead``). One step keeps it busy while news travels; more
-            gives up choices and gains nothing. Prompts there that are due later do not count: they go on after it.
-        max_considered: how many requests one look considers, the most urgent first; one more for each of these that
-            only some replicas may take.
-    """
-
-    objective: LatencyObjective = field(default_factory=LatencyObjective)
-    prefill: PrefillTime = field(default_factory=PrefillTime)
-    max_steps_ahead: float = 1.0
-    max_considered: int = 32
-
-    def __post_init__(self) -> None:
-        if not self.max_steps_ahead > 0:
-            raise ConfigError(f"max_steps_ahead: got {self.max_steps_ahead!r}; must be above 0")
-        if self.max_considered < 1:
-            raise ConfigError(f"max_considered: got {self.max_considered!r}; must be at least 1")
 
 
 class PendingQueue:
@@ -213,9 +187,7 @@ class PendingQueue:
         if not (self._held and len(view)):
             return None
         present = view.present(now)
-        patience = 0.0  # as long as there is not an idle replica for each that waits, nobody takes one out of turn
-        if len(self._held) == 1 or present.num_idle() >= len(self._held):
-            patience = PATIENCE * self._pace.alone.tokens_per_s
+        patience = self._patience(view, present)
         plan = Plan(present, weights, self._config.max_steps_ahead, patience)
         outlook = plan.outlook(self._pace.token_s)
         if len(self._held) > 1 and not (self._has_unplanned or outlook.num_startable):
@@ -267,6 +239,15 @@ class PendingQueue:
             Look(*inputs, tuple(assignments)),
             yields=yields,
         )
+
+    def _patience(self, view: ClusterView, present: Candidates) -> float:
+        """See ``Plan``. Nobody takes an idle replica out of turn unless there is one for each request that waits here,
+        nor where it may be for requests of another phase.
+        """
+        num_held = len(self._held)
+        if view.has_roles or (num_held > 1 and present.num_idle() < num_held):
+            return 0.0
+        return PATIENCE * self._pace.alone.tokens_per_s
 
     def _renew_dates(self, view: ClusterView, plan: Plan, outlook: Outlook, present: Candidates) -> float:
         """Make due dates that can be met. Returns when a prompt that is sent now can begin."""

@@ -27,9 +27,9 @@ class Plan:
     """The cluster as each request sees it after room for those before it was given away.
 
     Args:
-        snapshot: the cluster, for no prompt in particular. max_steps_ahead: how much work replicas may have before a
-        request that is sent there; see ``StepsAhead``. patience: prompt tokens that a request waits for, for each
-        second left to its objective, while a replica is idle;
+        snapshot: the cluster, for no prompt in particular.
+        max_steps_ahead: how much work replicas may have before a request that is sent there; see ``StepsAhead``.
+        patience: prompt tokens that a request waits for while a replica is idle, for each second left to its objective;
             0: all. See ``RouteQuery.patience_tokens``.
     """
 
@@ -64,7 +64,8 @@ class Plan:
 
     def _until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Assignment], bool]:
         """By numpy, all requests at once: what is given to a replica makes it dearer, so the best one for a request
-        stays the best until it is given something itself.
+        stays the best until it is given something itself. Not so with patience, as the cheapest one then decides
+        whether an idle one is better.
         """
         assignments: list[Assignment] = []
         best, dearer, told = self._best(considered), set[int](), self._snapshot.told
@@ -80,7 +81,7 @@ class Plan:
                 break
             if one.before:
                 note(self.foresee(one.before, one.query.block_size))
-            if place in dearer:
+            if place in dearer or (dearer and self._patience > 0):
                 ((place, has_room),) = self._best([one])
             num_matched = one.matched.item(place) if place >= 0 else 0
             if has_room and self.can_start(one.query, place, num_matched, one.due_s):
@@ -157,7 +158,7 @@ class Plan:
         for number, one in enumerate(considered):
             if is_roomy[number] and (most := self.patience_tokens(one)) is not None:
                 idle = idle_and_sooner(one.query, self._seen(one.matched), with_room[number], most)
-                if idle is not None:
+                if idle is not None and (idle & (with_room[number] < np.inf)).any():
                     places[number] = int(np.where(idle, with_room[number], np.inf).argmin())
         return list(zip(places, is_roomy.tolist(), strict=True))
 

@@ -32,8 +32,6 @@ from shoal_cluster.policies.route_query import PRICED_STEPS, RouteQuery, uncache
 from shoal_replica.errors import ConfigError
 
 MAX_PRICE = 1e9  # keeps costs finite
-BUSY = 2.0**40
-"""What a busy replica costs besides where an idle one is preferred: more than any compute, yet costs stay exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +162,7 @@ def idle_and_sooner(
     query: RouteQuery, candidates: Candidates, costs: Floats, patience_tokens: int
 ) -> NDArray[np.bool_] | None:
     """Which replicas have room now, no prompt to compute, and fewer tokens until the first one of ``query`` than the
-    one
-    of least ``costs`` with room [n]. None if there is none, or that one has no more than ``patience_tokens``.
+    replica of least ``costs`` with room [n]. None if there is none, or that one has no more than ``patience_tokens``.
     """
     has_room = is_eligible(query, candidates) & ~_must_wait(query, candidates)
     slower: Floats = 1.0 + candidates.columns[SLOWER] * PER_CENT
@@ -180,11 +177,11 @@ def idle_and_sooner(
 
 
 def _busy(query: RouteQuery, candidates: Candidates, costs: Floats) -> Floats:
-    """What replicas cost besides because idle ones are preferred [n]."""
+    """What replicas cost besides because idle ones are preferred: more than the dearest [n]."""
     idle = None
     if query.patience_tokens is not None:
         idle = idle_and_sooner(query, candidates, costs, query.patience_tokens)
-    return np.zeros(len(candidates)) if idle is None else np.where(idle, 0.0, BUSY)
+    return np.zeros(len(candidates)) if idle is None else np.where(idle, 0.0, costs.max() + 1.0)
 
 
 def _work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Present, with_item
+from shoal_cluster.policies.candidates import Candidates, Item, Present, with_item
 from shoal_cluster.policies.columns import (
     PROMISED,
     TOLD,
@@ -28,8 +28,6 @@ from shoal_cluster.policies.reservation import Reservation
 from shoal_cluster.policies.wishes import ForeignWishes, PlacedWish, Wish
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.stats import ReplicaStats
-
-T = TypeVar("T")
 
 
 class ClusterView:
@@ -331,7 +329,7 @@ class ClusterView:
         members = tuple(sorted(replica_ids))
         places = [self._place_of.get(replica_id) for replica_id in members]  # where each was; None for one that is new
 
-        def carried(values: Sequence[T], default: T) -> list[T]:
+        def carried(values: Sequence[Item], default: Item) -> list[Item]:
             return [default if place is None else values[place] for place in places]
 
         columns = unknown_columns(len(members))
@@ -344,11 +342,9 @@ class ClusterView:
         self._rows = carried(self._rows, told_row(None, UNKNOWN))
         self._told = np.array(self._rows, TOLD)
         self._updated_s = np.array(carried(self._updated_s.tolist(), np.inf))
-        self._foreign = carried(self._foreign, (0, 0, 0))
-        self._node_ids = tuple(carried(self._node_ids, ""))
+        self._foreign, self._node_ids = carried(self._foreign, (0, 0, 0)), tuple(carried(self._node_ids, ""))
         self._is_told_shared = self._is_promised_shared = False
         self._present, self._known = Present(self._told), None
-        self._nothing = np.zeros(len(members), np.int64)
-        self._replica_ids = members
+        self._nothing, self._replica_ids = np.zeros(len(members), np.int64), members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._matches.set_members(self.index, members)

@@ -23,8 +23,9 @@ class AnswerReaders:
             return [chunk]
         reader = self._readers[chunk.index]
         num_thought = reader.num_thought
-        reason = chunk.finish_reason
-        pieces = reader.push(chunk.text, is_last=reason is not None, is_cut=reason is FinishReason.LENGTH)
+        # Only the model ends a call; a limit or a stop string of the client's cuts it.
+        is_cut = chunk.finish_reason is not FinishReason.STOP or isinstance(chunk.stop_reason, str)
+        pieces = reader.push(chunk.text, is_last=chunk.finish_reason is not None, is_cut=is_cut)
         first, *others = pieces or (AnswerPiece(),)
         # A chunk has as many tokens as have come together: in one where reasoning ends, they count by their text.
         share = (reader.num_thought - num_thought) / len(chunk.text) if chunk.text else reader.is_reasoning

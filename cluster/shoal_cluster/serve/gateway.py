@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
 from ray import serve
@@ -17,8 +18,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.autoscaling_config import tunable
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights
 from shoal_cluster.serve.access import Access
@@ -76,8 +77,8 @@ class Gateway:
         self._config = config
         self._settings = config.gateway
         folder = await asyncio.to_thread(ensure_checkpoint, config.model)
-        replica = config.replica
-        self._model = ModelConfig.from_folder(folder, replica.dtype, replica.max_model_len, replica.quantization)
+        its = config.replica
+        self._model = ModelConfig.from_folder(folder, its.dtype, its.max_model_len, its.quantization)
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         grammars = Grammars(self._model)
         await asyncio.to_thread(grammars.load)
@@ -167,9 +168,11 @@ class Gateway:
             if self._ledger.routes.of_call(call.request_id):
                 raise InvalidArgument("request_id", call.request_id, "must not have been used before")
             self._scaling.meter.arrive(request.num_prompt_tokens)
+            its = self._config.replica
+            query_of = partial(RouteQuery.for_request, block_size=its.block_size, is_caching=its.enable_prefix_caching)
             generation = Generation(
                 request,
-                self._query,
+                query_of,
                 self._ledger,
                 self._place,
                 self._tokenizer,
@@ -186,10 +189,6 @@ class Gateway:
                         watch.take(chunk)
                         for each in readers.read(chunk):
                             yield each
-
-    def _query(self, request: Request) -> RouteQuery:
-        replica = self._config.replica
-        return RouteQuery.for_request(request, replica.block_size, replica.enable_prefix_caching)
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         return self._requests.tokenize(prompt, add_special_tokens=add_special_tokens)

@@ -219,10 +219,9 @@ class GatewayLedger:
 
     def _commit(self, record: RouteRecord) -> bool:
         """Keep the record and reserve what it says. False if there is nothing to reserve."""
-        query, candidates = record.query, record.replicas
         self.routes.add(record)
         self.on_decision(record)
-        best = record.decision.best
+        query, candidates, best = record.query, record.replicas, record.decision.best
         if not best or query.request_id not in self._followers:  # its client has left
             return False
         place = candidates.place(best)

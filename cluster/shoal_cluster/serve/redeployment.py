@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.util import list_named_actors
@@ -39,7 +40,7 @@ def first_count(args: Mapping[str, Any], settings: ScaleConfig) -> int:
         if name is None or not is_there(name, actors):
             return settings.min_replicas
         return kept_count(ScalingBoard(name, RayStore()).current(), settings)
-    except Unavailable as error:
+    except (Unavailable, RayError) as error:
         logger.warning("starting with min_replicas (%d): %s", settings.min_replicas, error)
         return settings.min_replicas
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.scaling_board import GatewayReport, ScalingBoard, Tuning
-from shoal_replica.errors import Unavailable
 
 PERIOD_S = 0.5
 MAX_UNSENT = 256
@@ -61,7 +60,7 @@ class BoardLink:
         while not self._stopped.is_set():
             try:
                 self.meet()
-            except Unavailable:
+            except Exception:  # whatever it is, the next one may work; meanwhile the policy goes by the last
                 logger.warning("no meeting at the scaling board; trying again", exc_info=True)
             self._stopped.wait(PERIOD_S)
 

@@ -8,8 +8,8 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_baselines import Scaling
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.sim.faults import Fault
 from shoal_cluster.sim.latency import StepTime

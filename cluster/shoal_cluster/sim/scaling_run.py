@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from shoal_cluster.policies.autoscaling_baselines import Scaling
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import PrefillTime
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.conservation import check_conservation

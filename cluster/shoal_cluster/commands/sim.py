@@ -11,11 +11,12 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from shoal_cluster.commands.sim_progress import Progress
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import ROUTINGS
+from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
-from shoal_cluster.policies.pending import HoldConfig
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, MAX_REPLICAS, MAX_SPEED, find_capacity, find_replicas
 from shoal_cluster.sim.cluster import SimCluster
@@ -24,7 +25,6 @@ from shoal_cluster.sim.faults import parse_faults
 from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.plot import check_plot, plot_run
-from shoal_cluster.sim.progress import Progress
 from shoal_cluster.sim.report import to_json
 from shoal_cluster.sim.run import report, run
 from shoal_cluster.sim.timeline import Timeline
@@ -41,6 +41,27 @@ HOST_TOKENS_PER_S = 200_000.0  # 25 GB/s at 128 KB per token
 MAX_GATEWAYS = 256
 
 Name = TypeVar("Name", bound=str)
+
+CLASHES = (
+    ("find_replicas", "find_capacity", "ask for one of them"),
+    ("fault", "find_capacity", "that changes the speed, and a fault's time would mean another part"),
+    ("scale", "find_capacity", "a search is for so many replicas as there are"),
+    ("scale", "find_replicas", "a search is for so many replicas as there are"),
+    ("plot", "find_capacity", "a single run can be drawn"),
+    ("plot", "find_replicas", "a single run can be drawn"),
+    ("shared_pool", "scale", "the one cache is as large as those of the first replicas"),
+    ("host_blocks", "shared_pool", "that is the ceiling of what fits the devices"),
+    ("transfer_rate", "shared_pool", "its transfers are free"),
+)
+"""Options that do not go together, and why."""
+
+NEEDS = (
+    ("startup", "scale", "only a cluster that is scaled starts replicas"),
+    ("host_rate", "host_blocks", "nothing moves"),
+    ("prefill_share", "transfer_rate", "whoever goes on takes the prompt's blocks over"),
+    ("shed_late", "hold", "only what is held at the gateway is looked at again"),
+)
+"""Options that mean nothing without another, and why."""
 
 MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_STEP_TOKENS = 10**7, 2**20, 2**24
 
@@ -126,48 +147,39 @@ def sim(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
     """Replay a request trace on a simulated cluster: times to first token, goodput, hits, balance; or plan capacity."""
-    if capacity and least:
-        raise ConfigError("find_replicas: got it with find_capacity; ask for one of them")
-    if not 0 < goodput <= 1:
-        raise ConfigError(f"goodput: got {goodput!r}; must be above 0 and at most 1")
-    if capacity and fault:
-        raise ConfigError(
-            "fault: got it with find_capacity, which changes the speed: a fault's time would mean another part"
-        )
-    if scale is not None and (capacity or least):
-        raise ConfigError("scale: got it with a search, which is for so many replicas as there are")
-    if plot is not None and (capacity or least):
-        raise ConfigError("plot: got it with a search; a single run can be drawn")
-    if scale is None and startup is not None:
-        raise ConfigError("startup: got it without scale; only a cluster that is scaled starts replicas")
-    if scale is not None and shared_pool:
-        raise ConfigError("shared_pool: got it with scale; the one cache is as large as those of the first replicas")
-    if seconds == math.inf:
-        raise ConfigError(f"seconds: got {seconds!r}; must be finite")
-    if plot is not None:
-        check_plot(plot)
-    if host_rate is not None and not host_blocks:
-        raise ConfigError("host_rate: got it without host_blocks; nothing moves")
-    if host_blocks and shared_pool:
-        raise ConfigError("host_blocks: got it with shared_pool, the ceiling of what fits the devices")
-    if transfer_rate == math.inf:
-        raise ConfigError(f"transfer_rate: got {transfer_rate!r}; must be finite")
-    if transfer_rate is not None and shared_pool:
-        raise ConfigError("transfer_rate: got it with shared_pool, whose transfers are free")
-    if prefill_share and transfer_rate is None:
-        raise ConfigError("prefill_share: got it without transfer_rate; whoever goes on takes the prompt's blocks over")
-    step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
-    objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     rule = _one_of("routing", routing, ROUTINGS)
     is_held = rule == "predicted_ttft" if hold is None else hold
-    if is_held and rule != "predicted_ttft":
-        raise ConfigError(f"hold: got it with routing {rule!r}; only predicted_ttft places what is held")
     prices = {"prefill_price": prefill_price, "decode_price": decode_price}
-    given = {name: price for name, price in prices.items() if price is not None}
-    if given and rule != "predicted_ttft":
-        raise ConfigError(f"{min(given)}: got it with routing {rule!r}; only predicted_ttft has prices")
-    if shed_late and not is_held:
-        raise ConfigError("shed_late: got it without hold; only what is held at the gateway is looked at again")
+    given_prices = {name: price for name, price in prices.items() if price is not None}
+    other_rule = rule != "predicted_ttft"
+    _check_together(
+        find_replicas=least,
+        find_capacity=capacity,
+        scale=scale is not None,
+        startup=startup is not None,
+        fault=bool(fault),
+        plot=plot is not None,
+        shared_pool=shared_pool,
+        host_blocks=bool(host_blocks),
+        host_rate=host_rate is not None,
+        transfer_rate=transfer_rate is not None,
+        prefill_share=bool(prefill_share),
+        hold=is_held,
+        shed_late=shed_late,
+    )
+    if not 0 < goodput <= 1:
+        raise ConfigError(f"goodput: got {goodput!r}; must be above 0 and at most 1")
+    for name, value in (("seconds", seconds), ("transfer_rate", transfer_rate)):
+        if value == math.inf:
+            raise ConfigError(f"{name}: got {value!r}; must be finite")
+    if is_held and other_rule:
+        raise ConfigError(f"hold: got it with routing {rule!r}; only predicted_ttft places what is held")
+    if given_prices and other_rule:
+        raise ConfigError(f"{min(given_prices)}: got it with routing {rule!r}; only predicted_ttft has prices")
+    if plot is not None:
+        check_plot(plot)
+    step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
+    objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,
@@ -183,7 +195,7 @@ def sim(
         ),
         step_time=step_time,
         routing=rule,
-        weights=RouteWeights(**given),
+        weights=RouteWeights(**given_prices),
         limits=AdmissionLimits(objective=objective if shed_late else None, pair_s=step_time.prefill.pair_s),
         hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
         scaling=_scaling(scale, STARTUP_S if startup is None else startup),
@@ -214,6 +226,16 @@ def sim(
         _plan(config, arrivals, goodput, least, speed, settings if as_json else None)
     else:
         _run(config, arrivals, plot, settings if as_json else None)
+
+
+def _check_together(**given: bool) -> None:
+    """Raise ConfigError for options that do not go together, as CLASHES and NEEDS say."""
+    for name, other, why in CLASHES:
+        if given[name] and given[other]:
+            raise ConfigError(f"{name}: got it with {other}; {why}")
+    for name, needed, why in NEEDS:
+        if given[name] and not given[needed]:
+            raise ConfigError(f"{name}: got it without {needed}; {why}")
 
 
 def _run(

@@ -111,7 +111,7 @@ public:
         return *has_room ? idle_and_sooner(one, load, place) : place_of_least(costs, size());
     }
 
-    /* `place`, or if that takes longer than the request is patient, the cheapest replica that has no prompt to compute
+    /* `place`, or if that takes longer than the request is patient, the cheapest replica that has nothing to compute
        and begins to answer sooner: `idle_and_sooner` of policies/routing.py. */
     int64_t idle_and_sooner(const ShoalHeld& one, const int64_t* load, int64_t place) const {
         if (cluster_.patience <= 0) return place;

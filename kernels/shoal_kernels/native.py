@@ -6,6 +6,7 @@ Optional: if the library was not built, or does not support a shape, the torch o
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -35,8 +36,9 @@ def is_available() -> bool:
 class NativeDecoder:
     """Embedding, layers, final norm and head, over weights that it packs and KV blocks that it owns.
 
-    A token's result depends neither on the other tokens of its step nor on the number of threads. Not thread-safe.
-    For a shard, all ranks must make the same calls; ``exchange`` sums their partial products.
+    A token's result depends neither on other sequences in its step nor on the number of threads; where its own prompt
+    is cut into steps, it may differ in the last bits. Not thread-safe. For a shard, all ranks must make the same calls;
+    ``exchange`` sums their partial products.
 
     Args:
         weights: parameters with their names (``embed_tokens.weight``, ``layers.{i}.qkv_proj.weight``, …), of the
@@ -70,6 +72,7 @@ class NativeDecoder:
         self._leaves_out = False  # whether the last step left out its logits
         self._exchange = exchange
         peers = ctypes.byref(exchange.native) if exchange is not None else None
+        self._process = os.getpid()
         self._handle: int | None = library().shoal_decoder_create(ctypes.byref(c_shape(shape, kernels)), peers)
         if not self._handle:
             raise ValueError(last_error())
@@ -246,7 +249,8 @@ class NativeDecoder:
     def close(self) -> None:
         """Free weights, KV blocks and threads. No call may follow except another ``close``."""
         if self._handle:
-            library().shoal_decoder_destroy(self._handle)
+            if self._process == os.getpid():  # its threads are not in a forked one, and would be waited for
+                library().shoal_decoder_destroy(self._handle)
             self._handle = None
 
     def __del__(self) -> None:

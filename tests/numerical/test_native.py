@@ -176,6 +176,33 @@ except MemoryError:
 """
 
 
+FORKED = """
+import os, sys
+from fixtures.native_models import NativeDecoder, make_shape, make_weights, rotary_table
+
+shape = make_shape(num_threads=2)
+decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
+pid = os.fork()
+if pid == 0:
+    decoder.close()
+    sys.exit(0)
+print(os.waitpid(pid, 0)[1])
+"""
+
+
+def test_a_forked_process_may_close_and_end() -> None:
+    """It has none of the decoder's threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "0"
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_step_that_runs_out_of_memory_is_an_error_and_the_next_one_runs(num_threads: int) -> None:
     """Whichever thread it happens in; the rest of the step is left out."""
@@ -619,6 +646,8 @@ def test_copied_blocks_take_what_their_sources_were() -> None:
     decoder.copy_blocks([(5, 4), (4, 7)])
     assert torch.equal(run(decoder, Part([9], 32, [7, 4, 6])), expected)
     assert not torch.equal(run(decoder, Part([9], 32, [4, 5, 6])), expected)
+    decoder.copy_blocks([(7, 2), (4, 3)])
+    assert torch.equal(run(decoder, Part([9], 32, [2, 3, 6])), expected), "where none is both read and written"
 
 
 @pytest.mark.parametrize("kernels", native_library.supported_kernels())

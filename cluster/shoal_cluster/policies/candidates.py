@@ -152,7 +152,7 @@ class Candidates:
         return self._age_s
 
     def num_idle(self) -> int:
-        """How many replicas that accept requests have no prompt to compute and none known to be on its way."""
+        """How many replicas that accept requests have nothing to compute, and nothing known to be on its way."""
         return int(np.count_nonzero((self.columns[CAPACITY] >= 0) & (self.columns[LOAD] == 0)))
 
     def serves(self, phase: Phase) -> NDArray[np.bool_]:

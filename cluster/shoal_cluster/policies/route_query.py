@@ -32,7 +32,7 @@ class RouteQuery:
         num_holders: replicas that cache these blocks. If one more computes them, it will serve about ``num_alike /
             (num_holders + 1)`` of the requests, so each is charged only its share of the cost.
         patience_tokens: prompt tokens that it waits for, until its own first token, at the cheapest replica. If there
-            are more, it goes to one that has no prompt to compute and where there are fewer. None: it waits for all.
+            are more, it goes to one that has nothing to compute and where there are fewer. None: it waits for all.
     """
 
     request_id: str

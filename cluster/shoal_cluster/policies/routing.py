@@ -150,7 +150,7 @@ def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Fl
 
 def may_be_sooner_elsewhere(query: RouteQuery, candidates: Candidates, place: int, patience_tokens: int) -> bool:
     """Whether the replica at ``place`` computes more than ``patience_tokens`` until the first token of ``query``, while
-    some replica has no prompt to compute.
+    some replica has nothing to compute.
     """
     columns = candidates.columns
     own = uncached_tokens(query, candidates.num_matched_blocks.item(place))
@@ -161,7 +161,7 @@ def may_be_sooner_elsewhere(query: RouteQuery, candidates: Candidates, place: in
 def idle_and_sooner(
     query: RouteQuery, candidates: Candidates, costs: Floats, patience_tokens: int
 ) -> NDArray[np.bool_] | None:
-    """Which replicas have room now, no prompt to compute, and fewer tokens until the first one of ``query`` than the
+    """Which replicas have room now, nothing to compute, and fewer tokens until the first one of ``query`` than the
     replica of least ``costs`` with room [n]. None if there is none, or that one has no more than ``patience_tokens``.
     """
     has_room = is_eligible(query, candidates) & ~_must_wait(query, candidates)

@@ -10,6 +10,7 @@ from fixtures.fake_gateway import example_scale_record
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.serve.redeployment import application_built_from, first_count, is_there, kept_count
 
+pytestmark = pytest.mark.integration  # needs Ray's types, but no cluster
 ARGS = {"model": "demo", "gateway": {"cors_origins": ["*"]}}
 BASE = ScaleConfig(min_replicas=2, max_replicas=8)
 

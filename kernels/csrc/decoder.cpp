@@ -202,11 +202,17 @@ void Decoder::check(const ShoalStep& step) const {
         if (step.positions[i] < 0 || step.positions[i] >= shape_.max_positions) throw std::out_of_range("position");
         if (step.slots[i] < 0 || step.slots[i] >= slots) throw std::out_of_range("slot");
     }
-    for (int s = 0; s < step.num_seqs; ++s)
+    if (step.query_start_loc[0] != 0 || step.query_start_loc[step.num_seqs] != step.num_tokens)
+        throw std::out_of_range("query_start_loc");
+    for (int s = 0; s < step.num_seqs; ++s) {
+        const int num_queries = step.query_start_loc[s + 1] - step.query_start_loc[s];
+        if (num_queries < 0 || step.seq_lens[s] < num_queries) throw std::out_of_range("seq_lens");
+        if (divide_up(step.seq_lens[s], shape_.block_size) > step.table_stride) throw std::out_of_range("block_tables");
         for (int b = 0; b < divide_up(step.seq_lens[s], shape_.block_size); ++b) {
             const int32_t block = step.block_tables[s * step.table_stride + b];
             if (block < 0 || block >= shape_.num_blocks) throw std::out_of_range("block id");
         }
+    }
     for (int s = 0; step.adapters != nullptr && s < step.num_seqs; ++s)
         if (step.adapters[s] >= 0) adapter(step.adapters[s]);
     for (int i = 0; i < step.num_samples; ++i)

@@ -132,10 +132,16 @@ class NativeDecoder:
         Raises:
             LostRank: another rank did not take part in an exchange. If a function carries the exchange, what it raised
                 is raised instead.
-            ValueError: a token, position, slot, block, row or adapter does not exist; nothing was computed.
+            ValueError: a token, position, slot, block, row or adapter does not exist, or lengths contradict each other;
+                nothing was computed.
         """
         if not (self.shape.is_first_stage and self.shape.is_last_stage):
             _check_hidden(hidden, len(input_ids), self.shape.hidden_size)
+        counts = {"positions": len(positions), "slot_mapping": len(slot_mapping)}
+        if wrong := [name for name, count in counts.items() if count != len(input_ids)]:
+            raise ValueError(f"{wrong[0]}: has {counts[wrong[0]]} elements; must have {len(input_ids)}, as input_ids")
+        if not len(seq_lens) == len(query_start_loc) - 1 == len(block_tables):
+            raise ValueError(f"query_start_loc, block_tables: must be of {len(seq_lens)} sequences, as seq_lens")
         step = self._step
         step.num_tokens, step.num_seqs, step.num_samples = len(input_ids), len(seq_lens), len(sample_rows)
         longs = [np.ascontiguousarray(x, np.int64) for x in (input_ids, positions, slot_mapping, sample_rows)]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -687,6 +688,37 @@ def test_what_does_not_exist_is_refused(part: Part, message: str) -> None:
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     with pytest.raises(ValueError, match=message):
         run(decoder, part)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": [0, 1]}, "positions: has 2 elements; must have 3"),
+        ({"slot_mapping": [0]}, "slot_mapping: has 1 elements"),
+        ({"query_start_loc": [0]}, "must be of 1 sequences"),
+        ({"block_tables": [[0, 1], [2, 3]]}, "must be of 1 sequences"),
+        ({"query_start_loc": [0, 4]}, "query_start_loc"),
+        ({"query_start_loc": [1, 3]}, "query_start_loc"),
+        ({"seq_lens": [2]}, "seq_lens"),
+        ({"seq_lens": [-1]}, "seq_lens"),
+        ({"seq_lens": [33]}, "block_tables"),
+    ],
+)
+def test_lengths_that_contradict_each_other_are_refused(change: dict[str, list[Any]], message: str) -> None:
+    shape = make_shape()
+    decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
+    step = {"positions": [0, 1, 2], "slot_mapping": [0, 1, 2], "query_start_loc": [0, 3], "seq_lens": [3]}
+    given = step | {"block_tables": [[0, 1]]} | change
+    with pytest.raises(ValueError, match=message):
+        decoder.forward(
+            input_ids=np.array([1, 2, 3]),
+            positions=np.array(given["positions"]),
+            slot_mapping=np.array(given["slot_mapping"]),
+            query_start_loc=given["query_start_loc"],
+            seq_lens=given["seq_lens"],
+            block_tables=np.array(given["block_tables"], np.int32),
+            sample_rows=[2],
+        )
 
 
 def test_shapes_that_are_not_covered() -> None:

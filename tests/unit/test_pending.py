@@ -616,7 +616,7 @@ def test_whoever_is_alone_does_not_wait_for_a_turn() -> None:
     view, rng = view_of(only=make_stats()), Random(0)
     queue = queue_of(pending("one"), is_one_of_many=True)
     assert queue.turn(view, 8, 0.0, rng) == 0
-    decoding, busy = (view_of(only=stats) for stats in (make_stats(num_waiting_tokens=9), BUSY))
+    decoding, busy = (view_of(only=stats) for stats in (make_stats(num_running=9, num_waiting_tokens=9), BUSY))
     turns, longer = ([queue.turn(seen, 8, 0.0, rng) for _ in range(50)] for seen in (decoding, busy))
     assert min(turns) > 0, "others may come in this moment"
     assert max(turns) < 0.25 * 2.4 * 8 <= 0.75 * 2.4 * 8 < min(longer)

@@ -155,6 +155,12 @@ class Candidates:
         """How many replicas that accept requests have nothing to compute, and nothing known to be on its way."""
         return int(np.count_nonzero((self.columns[CAPACITY] >= 0) & (self.columns[LOAD] == 0)))
 
+    def mostly_decode(self) -> bool:
+        """Whether at least half of the replicas that accept requests compute no prompt: a decode is one token each."""
+        accepts = self.columns[CAPACITY] >= 0
+        decode = accepts & (self.columns[LOAD] <= self.told["num_running"])
+        return 2 * int(np.count_nonzero(decode)) >= max(1, int(np.count_nonzero(accepts)))
+
     def serves(self, phase: Phase) -> NDArray[np.bool_]:
         """Which replicas are for requests of this phase, among others or alone; "" for all [n]."""
         return np.array([phase == "" or state.role in ("", phase) for state in self.states], np.bool_)

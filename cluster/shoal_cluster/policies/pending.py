@@ -28,7 +28,6 @@ from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.to_consider import ToConsider, look_up
 from shoal_cluster.policies.view import ClusterView
@@ -166,7 +165,7 @@ class PendingQueue:
         """How many feed delays to wait before the next look, where several gateways look at the same replicas: a later
         gateway sees what those before it have promised. The one with the least time left tends to go first; chance
         plays a part, lest equally urgent gateways collide. A request that is known to be the only one goes at once if a
-        replica is idle, and by chance alone if one may start something: others may have come in this moment.
+        replica is idle, and by chance alone if most of them compute no prompt: others may have come in this moment.
         """
         if num_gateways == 1 or not self._held:
             return 0.0
@@ -175,7 +174,7 @@ class PendingQueue:
             present = view.present(now)
             if present.num_idle():
                 return 0.0
-            if StepsAhead(self._config.max_steps_ahead).may_start_urgent(present.told, present.columns).any():
+            if present.mostly_decode():
                 by_urgency = 0.0
         left_s = self._by_urgency.begins_by_s - now
         urgency_share = min(1.0, max(0.0, left_s / self._config.objective.ttft_s))

@@ -105,7 +105,7 @@ async def test_a_beam_search_stays_to_its_end() -> None:
 async def test_it_stays_where_it_would_be_computed_again(why: str) -> None:
     async with running() as (serve, owner, (call,)):
         if why == "no blocks are given":
-            serve.ledger.moves._addresses.clear()
+            serve.ledger.sources._addresses.clear()
         else:
             serve.replicas[other_than(owner)].engine._draining = True
             await until(lambda: not serve.ledger.can_place({owner}))

@@ -19,6 +19,7 @@ from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
+from shoal_cluster.serve.block_sources import BlockSources
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import BlockSource, Refused, Snapshot, Update
 from shoal_cluster.serve.journal import EventKind, Journal
@@ -69,10 +70,10 @@ class GatewayLedger:
         self._replica_of: dict[str, str] = {}
         self._slowness = Slowness(self.view)
         self.phases = Phases(self.view, num_gateways)
-        self.recalls = Recalls(
-            self.view, self._feeds, self._replica_of, self._sent.records, self.can_place, self.journal
-        )
-        self.moves = Moves(self.view, self._feeds, self._replica_of, self._sent.records)
+        self.sources = BlockSources()
+        where = self.view, self._feeds, self._replica_of, self._sent.records
+        self.recalls = Recalls(*where, self.can_place, self.journal)
+        self._moves = Moves(*where, self.sources)
         self.routes = RouteLog()
         self.tally = ViewTally()
         self._changed = asyncio.Event()
@@ -103,7 +104,7 @@ class GatewayLedger:
                 self._members[replica_id] = member
                 self._draining.discard(replica_id)
                 self.view.join(replica_id, member.node_id)
-                self.moves.join(replica_id, member.blocks_address)
+                self.sources.join(replica_id, member.blocks_address)
                 if (older := self._feeds.pop(replica_id, None)) is not None:
                     older.close()  # it left and came back: only a new feed begins with a snapshot
                 self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
@@ -179,7 +180,7 @@ class GatewayLedger:
         self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
-        for part in (self.tally, self._sent, self.recalls, self.moves, self.phases):
+        for part in (self.tally, self._sent, self.recalls, self._moves, self.phases):
             part.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
@@ -238,8 +239,7 @@ class GatewayLedger:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     def check_health(self) -> None:
         """Raise if a feed is no longer followed."""
@@ -288,7 +288,7 @@ class GatewayLedger:
         if message.stats is not None and (message.stats.draining or self.view.is_stalled(replica_id)):
             self.recalls.recall(replica_id)
         self.recalls.look(now)
-        self.moves.look(now)
+        self._moves.look(now)
         self.view.settle(message.accepted)
         for delta in message.deltas:
             if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
@@ -334,7 +334,7 @@ class GatewayLedger:
     def _close_unused_feed(self, replica_id: str) -> None:
         if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:
             feed.close()
-            self.moves.leave(replica_id)
+            self.sources.leave(replica_id)
             if replica_id in self._draining:
                 self._draining.discard(replica_id)
                 self.journal.note(EventKind.STOPPED, "no request of this gateway is left there", replica_id=replica_id)

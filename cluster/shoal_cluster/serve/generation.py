@@ -231,7 +231,7 @@ class Generation:
             request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
             if request.output_token_ids:
                 query = self._make_query(request)
-            query = self._ledger.moves.with_blocks(replace(query, request_id=request.request_id))
+            query = self._ledger.sources.with_blocks(replace(query, request_id=request.request_id))
         if excluded:
             query = replace(query, excluded=frozenset(excluded))
         times = self._times.start_leg(time.monotonic())
@@ -240,7 +240,7 @@ class Generation:
             times.end = leg.end
             self._ledger.phases.forget(request.request_id)
             num_blocks = len(self._query.block_hashes)
-            self._ledger.moves.note_left(self._request.request_id, replica_id, num_blocks, time.monotonic())
+            self._ledger.sources.note_left(self._request.request_id, replica_id, num_blocks, time.monotonic())
             self._resume(whole, indexes, num_resumes)
 
         leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take, go_on)

@@ -99,7 +99,7 @@ class ServePlacement:
         request = replace(self._request, due_s=due_in_s, yields=dispatch.yields, block_hashes=hashes)
         where = dispatch.decision.best, dispatch.candidates
         self._request = self._ledger.phases.as_sent(request, dispatch.pending.query, *where)
-        self._source = self._ledger.moves.source(self._pending.query, dispatch.candidates, dispatch.decision.best)
+        self._source = self._ledger.sources.of(self._pending.query, dispatch.candidates, dispatch.decision.best)
         self._take_back = self._ledger.submit(self._request, dispatch.decision.best, self._source)
 
     def _end(self, waiter: Waiter, task: asyncio.Task[Outcome]) -> None:

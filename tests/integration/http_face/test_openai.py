@@ -22,7 +22,7 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
-from shoal_cluster.serve.http import openai_answers
+from shoal_cluster.serve.http import openai_whole
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
@@ -199,7 +199,7 @@ async def test_what_cannot_be_scored_names_what_the_body_asked_for(
     for asked, param in (({"echo": True, "logprobs": 1}, "logprobs"), ({"prompt_logprobs": 1}, "prompt_logprobs")):
         answer = await http.post("/v1/completions", json={"prompt": "then", "beam_width": 2} | asked)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    monkeypatch.setattr(openai_answers, "MAX_TOLD", 8)
+    monkeypatch.setattr(openai_whole, "MAX_TOLD", 8)
     body: dict[str, Any] = {"prompt": ["then", "then"], "echo": True, "logprobs": 1, "n": 2}  # 2 x 2 x 2 numbers
     assert (await http.post("/v1/completions", json=body)).status_code == 200
     answer = await http.post("/v1/completions", json=body | {"prompt": ["then"] * 3})

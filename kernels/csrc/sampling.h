@@ -103,19 +103,28 @@ inline int64_t find_draw(const float* weights, int64_t size, double uniform) {
     return last;
 }
 
-// Counts the scores in buckets, and sums their weights there if `masses`.
+// Counts the scores in buckets, and sums their weights there if `masses`. Of -inf there may be very many (what a grammar
+// forbids, or min-p): all in one bucket, where each addition would wait for the one before. Vectors of them are passed.
 inline void fill_buckets(int64_t size, bool masses, RowScratch& scratch) {
     scratch.counts.assign(kBuckets, 0);
-    if (!masses) {
-        for (int64_t i = 0; i < size; ++i) ++scratch.counts[bucket_of(scratch.scores[i])];
-        return;
+    scratch.masses.assign(masses ? kBuckets : 0, 0.0);
+    const float* const scores = scratch.scores.data();
+    const float* const weights = scratch.weights.data();
+    int32_t* const counts = scratch.counts.data();
+    double* const sums = masses ? scratch.masses.data() : nullptr;
+    const auto count = [&](int64_t i) {
+        const int bucket = bucket_of(scores[i]);
+        ++counts[bucket];
+        if (sums != nullptr) sums[bucket] += weights[i];
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        if (horizontal_max(load(scores + i)) == kMinusInfinity)
+            counts[bucket_of(kMinusInfinity)] += kLanes;
+        else
+            for (int lane = 0; lane < kLanes; ++lane) count(i + lane);
     }
-    scratch.masses.assign(kBuckets, 0.0);
-    for (int64_t i = 0; i < size; ++i) {
-        const int bucket = bucket_of(scratch.scores[i]);
-        ++scratch.counts[bucket];
-        scratch.masses[bucket] += scratch.weights[i];
-    }
+    for (; i < size; ++i) count(i);
 }
 
 // The bucket that holds the k-th largest score, k >= 1, and how many scores are in larger ones.

@@ -117,6 +117,15 @@ def test_a_ledger_comes_through_serve_whole(controller: Controller) -> None:
     assert 0.0 <= row.age_s < MAX_AGE_S
 
 
+def test_a_replica_that_drains_adds_no_room(controller: Controller) -> None:
+    controller.report()
+    stats = make_stats(num_free_blocks=100)
+    drains = ledger_metrics(msgspec.structs.replace(stats, draining=True))
+    controller.ask(ledger_metrics(stats), drains)
+    assert [row.stats.draining for row in controller.last.replicas if row.stats is not None] == [False, True]
+    assert dict(controller.last.terms)["num_silent"] == 1
+
+
 def test_a_replica_that_has_not_told_all_counts_as_silent(controller: Controller) -> None:
     controller.report()
     ledger = ledger_metrics(make_stats())
@@ -206,6 +215,21 @@ def test_the_count_holds_until_the_board_has_been_read(controller: Controller) -
     controller.link.inbox = None
     assert controller.ask(target=15) == 15
     assert controller.ask(target=15) == 12
+
+
+def test_settings_hold_however_old_the_last_report_is(controller: Controller) -> None:
+    """Those of ``user_config`` are known by reports alone, and a policy that is new may see none that is fresh."""
+    controller.report(base=replace(BASE, min_replicas=6, max_replicas=9), time_s=time.time() - MAX_REPORT_AGE_S - 60)
+    assert controller.ask(target=12) == 9
+    assert controller.ask(target=2) == 6
+
+
+def test_until_a_gateway_has_reported_no_replica_is_stopped(controller: Controller) -> None:
+    controller.link.meet()
+    assert controller.ask(target=15) == 15
+    assert controller.ask(target=0) == 1, "but started"
+    controller.report()
+    assert controller.ask(target=15) == 9
 
 
 def test_changes_are_recorded_and_looks_are_not(controller: Controller) -> None:

@@ -131,6 +131,18 @@ def test_going_up_soon_after_going_down_makes_patient() -> None:
     assert world.state.patience == 2
 
 
+def test_going_up_again_after_lower_bounds_makes_no_more_patient() -> None:
+    world = World(num_running=8, target=8)
+    world.run(6.0, 200)
+    world.config = replace(CONFIG, max_replicas=3)
+    world.run(6.0, 3)
+    assert world.target == 3
+    world.config = CONFIG
+    world.run(6.0, 3)
+    assert world.target > 3
+    assert world.state.patience == 1
+
+
 @pytest.mark.parametrize("change", [{"connected": False}, {"age_s": 11.0}, {"stats": None}])
 def test_missing_data_never_shrinks(change: dict[str, object]) -> None:
     world = World(num_running=5, target=5)

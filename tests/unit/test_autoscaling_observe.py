@@ -29,6 +29,31 @@ def test_a_clock_that_goes_back_forgets_and_goes_on() -> None:
     assert len(world.state.samples) <= 6
 
 
+@pytest.mark.parametrize("gap", ["the clock is set forward", "nobody looks"])
+def test_time_in_which_nobody_looked_makes_no_step_down(gap: str) -> None:
+    world = World(num_running=8, target=8, config=replace(CONFIG, downscale_delay_s=300.0))
+    world.run(6.0, 400)
+    before = world.target
+    if gap == "nobody looks":
+        world.look(6.0, 400.0)
+    else:
+        world.run(0.5, 5)
+        world.now += 600.0
+    world.run(0.5, 290)
+    assert world.target == before, "it has been quiet for less than the delay, as far as was seen"
+    world.run(0.5, 30)
+    assert world.target < before
+
+
+def test_a_clock_that_is_set_forward_during_a_start_makes_it_no_longer() -> None:
+    world = World(num_running=1, target=1, startup_s=20.0)
+    world.run(6.0, 10)
+    assert world.state.pending_s
+    world.now += 3600.0
+    world.run(6.0, 60)
+    assert world.state.startup_s is None or world.state.startup_s <= 20.0
+
+
 def times_s(state: ScaleState) -> list[float]:
     """Every time that the state keeps."""
     pairs = [time_s for time_s, _ in (*state.needs, *state.offered, *state.left)]

@@ -25,6 +25,13 @@ def test_of_a_writer_whose_clock_differs_by_the_readers(off_s: float) -> None:
     assert seen == [False, True, True, False, True, True, False]
 
 
+def test_one_that_was_ahead_and_has_stopped_is_not_fresh_when_its_time_comes() -> None:
+    freshness, ahead_s = Freshness(5.0), 1800.0
+    for now_s in (0.0, 1.0, 10.0, ahead_s - 1, ahead_s, ahead_s + 1):
+        assert "g" not in freshness.look({"g": UNIX_S + ahead_s}, UNIX_S + now_s, now_s)
+    assert "g" in freshness.look({"g": UNIX_S + ahead_s + 1}, UNIX_S + ahead_s + 2, ahead_s + 2), "it goes on"
+
+
 def test_who_writes_no_more_is_forgotten() -> None:
     freshness, behind_s = Freshness(5.0), UNIX_S - 3600
     freshness.look({"g": behind_s}, UNIX_S, 0.0)

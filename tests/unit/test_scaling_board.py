@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,7 +12,7 @@ import pytest
 from fixtures.cluster_views import make_stats
 from fixtures.fake_gateway import example_scale_record
 from fixtures.memory_store import MemoryStore
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 from msgspec.structs import replace as replace_struct
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
@@ -42,6 +44,7 @@ def board(store: MemoryStore) -> ScalingBoard:
 async def desk(board: ScalingBoard) -> AsyncIterator[ScalingDesk]:
     ledger = GatewayLedger("g", RouteWeights())
     desk = ScalingDesk(board, ledger, 1, BASE)
+    desk.rebase(BASE)
     yield desk
     await desk.close()
     await ledger.close()
@@ -209,3 +212,48 @@ async def test_what_one_gateway_tunes_others_follow(board: ScalingBoard, desk: S
     board.put_tuning(Tuning(replace(BASE, max_replicas=5), {"max_replicas": 7}))
     desk._hurry.set()
     await until(lambda: desk.row().tuned == ())
+
+
+async def test_a_gateway_that_does_not_know_its_settings_yet_reports_none(board: ScalingBoard) -> None:
+    """Serve tells them after it has made the gateway: until then those of ``args`` would be in force."""
+    ledger = GatewayLedger("g", RouteWeights())
+    desk = ScalingDesk(board, ledger, 1, BASE)
+    await asyncio.sleep(0.05)
+    assert board.reports() == []
+    desk.rebase(replace(BASE, max_replicas=7))
+    await until(lambda: bool(board.reports()))
+    assert board.reports()[0].base.max_replicas == 7
+    await desk.close()
+    await ledger.close()
+
+
+@pytest.mark.usefixtures("slow")
+async def test_what_another_gateway_has_just_tuned_stays(board: ScalingBoard, desk: ScalingDesk) -> None:
+    await until(lambda: bool(board.reports()))
+    board.put_tuning(Tuning(BASE, {"max_replicas": 9}))
+    row = await desk.tune({"downscale_delay_s": 60}, reset=False)
+    assert row.tuned == ("downscale_delay_s", "max_replicas")
+    assert board.tuning() == Tuning(BASE, {"downscale_delay_s": 60.0, "max_replicas": 9})
+    board.put_tuning(Tuning(replace(BASE, max_replicas=5), {"max_replicas": 8}))
+    assert (await desk.tune({}, reset=False)).tuned == (), "those were for other settings"
+
+
+async def test_a_report_on_its_way_does_not_outlive_its_gateway(store: MemoryStore, board: ScalingBoard) -> None:
+    is_on_its_way, may_arrive = threading.Event(), threading.Event()
+
+    def put(key: str, value: bytes) -> None:
+        is_on_its_way.set()
+        may_arrive.wait(DEADLINE_S)
+        store.values[key] = value
+
+    store.put = put  # type: ignore[method-assign]
+    ledger = GatewayLedger("g", RouteWeights())
+    desk = ScalingDesk(board, ledger, 1, BASE)
+    desk.rebase(BASE)
+    await until(is_on_its_way.is_set)
+    closing = asyncio.create_task(desk.close())
+    await asyncio.sleep(0.05)
+    may_arrive.set()
+    await closing
+    assert store.values == {}
+    await ledger.close()

@@ -59,7 +59,7 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
         kind = "up" if bounded > view.num_target else "down" if bounded < view.num_target else "hold"
         reason = f"{kind}: {_bounds(config, floor)}; the load alone: {reason}"
     terms = _terms(view, state, load, needed, num_careful, now)
-    return ScaleDecision(bounded, reason, terms, _remember(state, view.num_target, bounded, delay_s, now))
+    return ScaleDecision(bounded, reason, terms, _remember(state, view.num_target, count, bounded, delay_s, now))
 
 
 def scale_record(
@@ -166,7 +166,10 @@ def _survivors(view: ScaleView, config: ScaleConfig) -> int:
     return len(known)
 
 
-def _remember(state: ScaleState, before: int, after: int, delay_s: float, now: float) -> ScaleState:
+def _remember(state: ScaleState, before: int, by_load: int, after: int, delay_s: float, now: float) -> ScaleState:
+    """With this step. One that only the bounds have forced tells nothing of the load: it cannot prove hasty."""
+    if after < before <= by_load:
+        return state
     if after < before:
         left = (*((t, count) for t, count in state.left if now - t <= REGRET_S), (now, before))
         return replace(state, last_down_s=now, left=left)

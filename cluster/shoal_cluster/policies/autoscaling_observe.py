@@ -39,11 +39,14 @@ def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
     """Enter a snapshot into memory. Samples are at least a second apart. If the clock goes back, the past is forgotten
     but for the peaks of the load, which are then dated now at the latest.
 
-    No samples are taken while a gateway is silent: totals without its own would fall, then rise by all of them.
+    No samples are taken while a gateway is silent: totals without its own would fall, then rise by all of them. Time in
+    which nobody looked, or by which the clock has been set forward, counts as time in which nobody has reported.
     """
     known = reporting(view.replicas)
     if state.samples and now < state.samples[-1].time_s:
         state = _without_times(state, now)
+    elif state.samples and now - state.samples[-1].time_s > MAX_AGE_S:
+        state = replace(state, seen_since_s=None, pending_s=())
     state = _note_starts(view, state, now)
     is_blind = len(known) < len(view.replicas) or view.demand is None or (not known and view.num_target > 0)
     seen_since_s = None if is_blind else (now if state.seen_since_s is None else state.seen_since_s)

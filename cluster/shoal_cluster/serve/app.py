@@ -57,6 +57,7 @@ def build(args: dict[str, Any]) -> Application:
     front = serve.deployment(Gateway).options(
         name="Gateway",
         num_replicas=gateway.num_replicas,
+        user_config={},  # not None: so Serve also tells gateways when the YAML has none, or none any more
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=gateway.drain_timeout_s + CLOSE_S,
         health_check_period_s=2,

@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +31,20 @@ from shoal_replica.stats import ReplicaStats
 
 MAX_REPORT_AGE_S = 5.0  # reports come once a second; that of a gateway that is gone must not count for long
 
+KINDS: dict[str, type[float]] = {"busy_s": float, "draining": bool}
+"""Of what replicas record, which Serve carries as floats; the others are integers."""
+
 logger = logging.getLogger("ray.serve")
 
 
 class BlockScaling:
-    """Callable policy. ``settings`` is a ScaleConfig as builtins, in force until a gateway reports its own."""
+    """Callable policy. ``settings`` is a ScaleConfig as builtins, in force until a gateway is known to have its own:
+    meanwhile they start replicas, but stop none.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._base = msgspec.convert(settings, ScaleConfig)
+        self._is_told = False
         self._state = ScaleState()
         self._link: BoardLink | None = None
         self._metrics = AutoscalerMetrics()
@@ -53,7 +60,7 @@ class BlockScaling:
         now = time.time()
         fresh = self._freshness.look({r.gateway_id: r.time_s for r in inbox.reports}, now, time.monotonic())
         reports = [r for r in inbox.reports if r.gateway_id in fresh]
-        config = self._config(context, reports, inbox.tuning)
+        config = self._config(context, reports or inbox.reports, inbox.tuning)
         reserved = Counter[str]()
         for report in reports:
             reserved.update(report.reserved_tokens)
@@ -92,11 +99,19 @@ class BlockScaling:
             aged.append(replace(row, age_s=min(max(age_s, limits[0]), limits[1])))
         return tuple(aged)
 
-    def _config(self, context: AutoscalingContext, reports: list[GatewayReport], tuning: Tuning | None) -> ScaleConfig:
-        """The settings in force: the gateways', tuned; bounds are scaled if Serve is told to run at part capacity."""
+    def _config(
+        self, context: AutoscalingContext, reports: Sequence[GatewayReport], tuning: Tuning | None
+    ) -> ScaleConfig:
+        """The settings in force: the gateways', tuned; bounds are scaled if Serve is told to run at part capacity.
+        Demand that is old counts no more, but settings stay what they are until a gateway has others.
+        """
         if reports:
-            self._base = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base
-        config = self._base
+            self._base, self._is_told = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base, True
+        config, target = self._base, context.target_num_replicas
+        if not self._is_told:
+            config = replace(
+                config, min_replicas=max(config.min_replicas, target), max_replicas=max(config.max_replicas, target)
+            )
         if tuning is not None:
             config = tuning.on(config)
         share = context.capacity_adjusted_max_replicas / context.config.max_replicas
@@ -122,7 +137,7 @@ def _row(context: AutoscalingContext, replica_id: Any, num_reserved_tokens: int)
         series = metrics.get(name, {}).get(replica_id)
         if not series:
             return ReplicaView(replica_id=replica_id.unique_id, num_reserved_tokens=num_reserved_tokens)
-        values[name] = series[-1].value if name == "busy_s" else int(series[-1].value)
+        values[name] = KINDS.get(name, int)(series[-1].value)
         oldest_s = min(oldest_s, series[-1].timestamp)
     return ReplicaView(
         replica_id=replica_id.unique_id,

@@ -36,7 +36,8 @@ class ServeReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentRow:
-    """The deployment of replicas. Owner: Serve's controller; up to ``PERIOD_S`` old.
+    """The deployment of replicas. Owner: Serve's controller; as of its last answer, which it is asked for
+    every ``PERIOD_S``.
 
     Attributes:
         num_wanted: replicas that the autoscaler last asked for.

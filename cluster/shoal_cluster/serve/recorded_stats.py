@@ -20,9 +20,10 @@ LEDGER_FIELDS = (
     "num_cached_tokens",
     "num_finished",
     "busy_s",
+    "draining",
 )
 
 
 def ledger_metrics(stats: ReplicaStats) -> dict[str, float]:
     """``stats`` by the names of LEDGER_FIELDS."""
-    return {name: getattr(stats, name) for name in LEDGER_FIELDS}
+    return {name: float(getattr(stats, name)) for name in LEDGER_FIELDS}

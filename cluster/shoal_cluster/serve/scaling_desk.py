@@ -6,8 +6,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord
@@ -23,6 +27,9 @@ from shoal_replica.errors import Unavailable
 PERIOD_S = 1.0
 TUNE_TIMEOUT_S = 10.0
 MAX_CURRENT_AGE_S = 10.0  # the policy decides several times a second: if its last decision is older, it has gone
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +60,11 @@ class DemandMeter:
 
 class ScalingDesk:
     """Exchanges news with the scaling board once per PERIOD_S, and at once when a request is held for lack of replicas.
+    It begins when it is first told the deployment's settings (``rebase``): what it reports is in force at once.
 
     Args:
         num_gateways: how many gateways report.
-        base: the deployment's settings.
+        base: the settings until then.
     """
 
     def __init__(self, board: ScalingBoard, ledger: GatewayLedger, num_gateways: int, base: ScaleConfig) -> None:
@@ -72,10 +80,11 @@ class ScalingDesk:
         self._hurry = asyncio.Event()
         self._freshness = Freshness(MAX_CURRENT_AGE_S)
         self._meeting = asyncio.Lock()  # what an exchange reads must not undo a change made meanwhile
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-scaling")
+        self._thread = ThreadPoolExecutor(1, "shoal-scaling")  # its own: news is late where it waits for other work
+        self._task: asyncio.Task[None] | None = None
 
     def row(self) -> ScalingRow:
-        """Settings and decisions, at most PERIOD_S old."""
+        """Settings and decisions, as of the last exchange: at most PERIOD_S old while Ray's head answers."""
         return ScalingRow(
             config=self._base.tuned(self._changes),
             tuned=tuple(sorted(self._changes)),
@@ -115,6 +124,8 @@ class ScalingDesk:
         if base != self._base:
             self._base, self._base_since_s, self._changes = base, time.time(), {}
             self._hurry.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-scaling")
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
         """Change settings; with ``reset``, first go back to the deployment's.
@@ -125,30 +136,39 @@ class ScalingDesk:
         """
         try:
             async with asyncio.timeout(TUNE_TIMEOUT_S), self._meeting:
-                whole = ({} if reset else self._changes) | dict(changes)
-                tuned = tunable(self._base.tuned(whole))
-                base = tunable(self._base)
-                kept = {name: value for name, value in tuned.items() if value != base[name]}
-                await asyncio.to_thread(self._board.put_tuning, Tuning(self._base, kept))
-                self._changes = kept
+                self._changes = await self._in_thread(self._retune, self._base, changes, reset)
         except TimeoutError:
             words = f"Ray's head has not answered for {TUNE_TIMEOUT_S:g} s; the settings may or may not change"
             raise Unavailable(words) from None
         return self.row()
 
+    def _retune(self, base: ScaleConfig, changes: Mapping[str, float], reset: bool) -> dict[str, float]:
+        """Store what differs from ``base`` from now on, and return it. Another gateway may just have stored more."""
+        stored = None if reset else self._board.tuning()
+        whole = (stored.changes if stored is not None and stored.base == base else {}) | dict(changes)
+        tuned, plain = tunable(base.tuned(whole)), tunable(base)
+        kept = {name: value for name, value in tuned.items() if value != plain[name]}
+        self._board.put_tuning(Tuning(base, kept))
+        return kept
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
+
     def check_health(self) -> None:
         """Raise RuntimeError if reporting has ended, which only a bug can cause."""
-        if self._task.done():
+        if self._task is not None and self._task.done():
             raise RuntimeError(f"the gateway reports to the autoscaler no longer: {self._task}")
 
     async def close(self) -> None:
         """Stop reporting, and remove this gateway's report."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
         try:
-            await asyncio.to_thread(self._board.drop_report, self._ledger.gateway_id)
+            await self._in_thread(self._board.drop_report, self._ledger.gateway_id)  # after one on its way
         except Unavailable:
             logger.warning("the gateway's last scaling report stays until it is old", exc_info=True)
+        self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
         while True:
@@ -176,7 +196,7 @@ class ScalingDesk:
             base_since_s=self._base_since_s,
         )
         last_seq = self._records[-1].seq if self._records else 0
-        current, records, tuning = await asyncio.to_thread(self._exchange, report, last_seq)
+        current, records, tuning = await self._in_thread(self._exchange, report, last_seq)
         self._current = current
         self._is_current()  # to notice now that the record has advanced
         self._records.extend(records)
@@ -194,4 +214,4 @@ class ScalingDesk:
         board.put_report(report)
         current = board.current()
         records = [] if current is None or current.seq <= last_seq else board.records(last_seq, current.seq)
-        return current, records, board.tuning()
+        return current, [replace(record, state=None) for record in records], board.tuning()  # it is most of a record

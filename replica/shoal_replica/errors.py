@@ -22,6 +22,12 @@ class ShoalError(Exception):
     """Root of every error that Shoal raises on purpose. ``str(error)`` is one line fit for a client."""
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: cut if it is long."""
+    whole = repr(value)
+    return whole if len(whole) <= MAX_SHOWN_VALUE else whole[: MAX_SHOWN_VALUE - 1] + "…"
+
+
 class InvalidArgument(ShoalError):
     """A request field is outside its limits.
 
@@ -32,10 +38,7 @@ class InvalidArgument(ShoalError):
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        if len(shown) > MAX_SHOWN_VALUE:
-            shown = shown[: MAX_SHOWN_VALUE - 1] + "…"
-        super().__init__(f"{field}: got {shown}; {limit}")
+        super().__init__(f"{field}: got {shown(value)}; {limit}")
         self.field = field
         self.limit = limit
 

@@ -39,7 +39,7 @@ class Maker:
 
     async def make(self, kind: type[RequestBody], **body: Any) -> Made:
         (call,) = kind.model_validate(body).to_calls("x")
-        return await self.maker.make(call, "", 0.0, self.model.max_model_len)
+        return await self.maker.make(call, 0.0, self.model.max_model_len)
 
     async def prompt(self, kind: type[RequestBody], **body: Any) -> str:
         made = await self.make(kind, **body)
@@ -66,7 +66,7 @@ async def test_what_the_model_recommends_stands_in_for_what_is_left_out(maker: M
     recommending = RequestMaker(maker.model, maker.tokenizer, maker.maker._grammars, defaults)
     (call,) = ChatRequest.model_validate({"messages": [HI], "temperature": 0}).to_calls("x")
     for each, expected in ((recommending, (0.0, 20, 1.1)), (maker.maker, (0.0, 0, 1.0))):
-        params = (await each.make(call, "", 0.0, maker.model.max_model_len)).request.sampling_params
+        params = (await each.make(call, 0.0, maker.model.max_model_len)).request.sampling_params
         assert (params.temperature, params.top_k, params.repetition_penalty) == expected
 
 

@@ -263,7 +263,7 @@ def maker(folder: Path) -> RequestMaker:
 
 
 async def test_a_request_carries_its_form_and_each_sequence_has_a_reader(marked: Path) -> None:
-    made = await maker(marked).make(call(tools=ToolUse(STRICT), params={"n": 2}), "", 0.0, 1000)
+    made = await maker(marked).make(call(tools=ToolUse(STRICT), params={"n": 2}), 0.0, 1000)
     structure = made.request.sampling_params.structured_output
     assert structure is not None
     assert "args_0" in structure.source
@@ -271,9 +271,9 @@ async def test_a_request_carries_its_form_and_each_sequence_has_a_reader(marked:
     chunks = [chunk for index, text in parts for chunk in made.readers.read(Chunk(index=index, text=text))]
     assert [chunk.text for chunk in chunks] == ["", "Hi", "", "!"]
     assert [[piece.name for piece in chunk.tool_calls] for chunk in chunks] == [[], [], [WEATHER.name], []]
-    plain = await maker(marked).make(call(tools=ToolUse(TOOLS)), "", 0.0, 1000)
+    plain = await maker(marked).make(call(tools=ToolUse(TOOLS)), 0.0, 1000)
     assert plain.request.sampling_params.structured_output is None
-    free = await maker(marked).make(call(), "", 0.0, 1000)
+    free = await maker(marked).make(call(), 0.0, 1000)
     assert [chunk.text for chunk in free.readers.read(Chunk(index=0, text="<tool_call>"))] == ["<tool_call>"]
 
 
@@ -285,25 +285,25 @@ async def test_markers_that_are_special_tokens_are_shown_only_where_they_are_rea
     raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     raw.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(folder)
-    made = await maker(folder).make(call(tools=ToolUse(TOOLS)), "", 0.0, 1000)
+    made = await maker(folder).make(call(tools=ToolUse(TOOLS)), 0.0, 1000)
     assert made.shown == {tokenizer.token_id(text) for text in special}
     token_ids = tokenizer.encode('[TOOL_CALLS]get_weather[CALL_ID]a1[ARGS]{"city": "Ulm"}', add_special_tokens=False)
     assert made.shown <= set(token_ids)
     text, _ = TextStream(tokenizer, shown=made.shown).push(token_ids)
     ((piece,),) = [chunk.tool_calls for chunk in made.readers.read(Chunk(index=0, text=text))]
     assert (piece.name, piece.arguments) == (WEATHER.name, '{"city": "Ulm"}')
-    assert (await maker(folder).make(call(), "", 0.0, 1000)).shown == frozenset()
+    assert (await maker(folder).make(call(), 0.0, 1000)).shown == frozenset()
 
 
 async def test_a_prompt_that_ends_within_reasoning_is_answered_from_there(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}<think>\n{% if '</think>' in a %}{% endif %}"
     folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path), template)
     for params in ({}, {"structured_output": StructuredOutput.json_object()}):
-        made = await maker(folder).make(call(params=params, template_options={"a": ""}), "", 0.0, 1000)
+        made = await maker(folder).make(call(params=params, template_options={"a": ""}), 0.0, 1000)
         (chunk,) = made.readers.read(Chunk(index=0, text="Hm.\n</think>\n\n{}", finish_reason=FinishReason.STOP))
         assert (chunk.reasoning, chunk.text) == ("Hm.", "{}")
     regex = {"structured_output": StructuredOutput(REGEX, "a")}
-    made = await maker(folder).make(call(params=regex, template_options={"a": ""}), "", 0.0, 1000)
+    made = await maker(folder).make(call(params=regex, template_options={"a": ""}), 0.0, 1000)
     assert [chunk.text for chunk in made.readers.read(Chunk(index=0, text="a"))] == ["a"]
 
 
@@ -335,7 +335,7 @@ for _ in range(100):
 )
 async def test_bad_chats_are_told_what_is_wrong(folder: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        await maker(folder).make(call(**fields), "", 0.0, 1000)
+        await maker(folder).make(call(**fields), 0.0, 1000)
 
 
 async def test_arguments_of_the_past_may_be_anything(folder: Path) -> None:
@@ -343,9 +343,9 @@ async def test_arguments_of_the_past_may_be_anything(folder: Path) -> None:
         past = Message("assistant", "", (ToolCall("a", "f", arguments),))
         if "ud800" in arguments:
             with pytest.raises(InvalidArgument, match="Unicode"):
-                await maker(folder).make(call((past,)), "", 0.0, 100_000)
+                await maker(folder).make(call((past,)), 0.0, 100_000)
         else:
-            await maker(folder).make(call((past,)), "", 0.0, 100_000)
+            await maker(folder).make(call((past,)), 0.0, 100_000)
 
 
 @pytest.mark.parametrize(

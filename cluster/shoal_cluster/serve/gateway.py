@@ -39,6 +39,7 @@ from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.installed_ledger import install
+from shoal_cluster.serve.intake import Intake
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.logs import log_call, set_up_logs
@@ -60,7 +61,7 @@ from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.checkpoint import ensure_checkpoint
-from shoal_replica.errors import InvalidArgument, NotFound
+from shoal_replica.errors import NotFound, shown
 from shoal_replica.grammars import Grammars
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
@@ -113,6 +114,8 @@ class Gateway:
             self._settings.num_replicas,
             config.scale_config(),
         )
+        patience_s = self._settings.placement_timeout_s
+        self._intake = Intake(self._requests, self._ledger, self._scaling, self._adapters, patience_s)
         self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
         self._after_calls = AfterCalls(log_call, *([self._tracer.take] if self._tracer is not None else ()))
         listeners = (self._scaling.meter.take, self._after_calls.take)
@@ -121,7 +124,6 @@ class Gateway:
         self._export_task = loop.create_task(export, name="shoal-metrics")
         hold = HoldConfig(objective=LatencyObjective(ttft_s=config.objective.ttft_s))
         limits = limits_of(config, hold)
-        patience_s = self._settings.placement_timeout_s
         desk, watch = self._scaling, self._watch
         self._dispatcher = Dispatcher(
             self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure
@@ -158,36 +160,31 @@ class Gateway:
     async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk]:
         """Stream a call; see GatewayCore. Raises ShoalError subclasses."""
         with self._observer.observe(call) as watch:
-            arrived_s = watch.times.arrived_s
             limit_s = self._settings.request_timeout_s
             timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
-            placement_timeout_s = self._settings.placement_timeout_s
             self.check_model(call.model)
-            adapter = "" if call.model in ("", self._config.name) else self._adapters.version(call.model)
-            request, readers, shown = await self._requests.make(call, adapter, arrived_s, self._max_model_len())
-            if self._ledger.routes.of_call(call.request_id):
-                raise InvalidArgument("request_id", call.request_id, "must not have been used before")
-            self._scaling.meter.arrive(request.num_prompt_tokens)
+            adapter = "" if call.model == self._config.name else call.model
+            made = await self._intake.take(call, adapter, watch.times.arrived_s, timeout_s, self._max_model_len())
             its = self._config.replica
             query_of = partial(RouteQuery.for_request, block_size=its.block_size, is_caching=its.enable_prefix_caching)
             generation = Generation(
-                request,
+                made.request,
                 query_of,
                 self._ledger,
                 self._place,
                 self._tokenizer,
-                placement_timeout_s,
+                self._settings.placement_timeout_s,
                 watch.times,
                 self._adapters,
-                shown,
+                made.shown,
             )
             watch.usage, watch.fail = generation.usage, generation.fail
             stream = cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))
             async with aclosing(stream) as chunks:
-                with self._adapters.using(adapter):
+                with self._adapters.using(made.request.adapter):
                     async for chunk in chunks:
                         watch.take(chunk)
-                        for each in readers.read(chunk):
+                        for each in made.readers.read(chunk):
                             yield each
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -200,7 +197,7 @@ class Gateway:
         served = [self._config.name, *self._adapters.names]
         if name and name not in served:
             known = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
-            raise NotFound(f"model: {name!r} is not served here; {known}")
+            raise NotFound(f"model: {shown(name)} is not served here; {known}")
 
     def model_card(self, name: str = "") -> ModelCard:
         self.check_model(name)

@@ -25,6 +25,7 @@ from shoal_cluster.serve.chunks import open_chunks
 from shoal_cluster.serve.explanation_codec import explanation_to_proto
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.logs import error_fields, fields
+from shoal_cluster.serve.long_texts import in_turn
 from shoal_cluster.serve.request_id import new_request_id
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_protos import control_pb2, generation_pb2
@@ -102,7 +103,7 @@ class GenerationService:
             request = codec.parse(generation_pb2.TokenizeRequest, raw)
             self._core.check_model(request.model)
             # In a thread: a long text takes a while, and streams must go on meanwhile.
-            token_ids = await asyncio.to_thread(
+            token_ids = await in_turn(
                 self._core.tokenize,
                 codec.tokenize_input_from_proto(request),
                 add_special_tokens=not request.HasField("add_special_tokens") or request.add_special_tokens,

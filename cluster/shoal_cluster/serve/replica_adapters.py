@@ -66,6 +66,7 @@ class ReplicaAdapters:
         self._clock = clock
         self._wishes = Wishes()
         self._current: dict[str, _Loaded] = {}
+        self._unproven: set[str] = set()  # versions whose files may have changed while they were read
         self._idle_since_s: dict[str, float] = {}  # of versions that are not current
         self._failures: dict[str, str] = {}
         self._retry: dict[tuple[str, str], tuple[float, float]] = {}  # name and source: when, and the pause after that
@@ -93,7 +94,7 @@ class ReplicaAdapters:
             await asyncio.wait(tasks, timeout=CLOSE_S)
 
     def _versions(self) -> set[str]:
-        return {name for name in self._engine.adapters.names if VERSION_MARK in name}
+        return {name for name in self._engine.adapters.names if VERSION_MARK in name} - self._unproven
 
     async def _run(self) -> None:
         while True:
@@ -164,10 +165,15 @@ class ReplicaAdapters:
             await asyncio.wait([leaving])
         if version not in self._engine.adapters.names:
             await asyncio.to_thread(self._check_memory, adapter)
-            await self._engine.adapters.load(adapter)
+            self._unproven.add(version)
+            try:
+                await self._engine.adapters.load(adapter)
+                if await asyncio.to_thread(_stamp, folder) != stamp:  # it may be of both versions, and is never told
+                    await self._engine.adapters.unload(version)
+                    raise ConfigError(f"adapters.{name}: its files have changed while they were read")
+            finally:
+                self._unproven.discard(version)
             logger.info("an adapter is loaded", extra=fields(adapter=version))
-        if await asyncio.to_thread(_stamp, folder) != stamp:  # it may be of both versions, and is never told
-            raise ConfigError(f"adapters.{name}: its files have changed while they were read")
         return _Loaded(version, source, folder, stamp)
 
     def _find(self, name: str, source: str) -> tuple[AdapterConfig, Path, Stamp]:
@@ -175,12 +181,12 @@ class ReplicaAdapters:
         (adapter,) = find_adapters({name: source}, self._config.model)
         folder = Path(adapter.folder)
         stamp = _stamp(folder)
-        return replace(adapter, name=f"{name}{VERSION_MARK}{_digest(folder, stamp)}"), folder, stamp
+        return replace(adapter, name=f"{name}{VERSION_MARK}{_digest(folder)}"), folder, stamp
 
     def _check_memory(self, adapter: AdapterConfig) -> None:
         num_bytes = adapter_bytes((adapter,), DTYPE_BYTES[self._config.model.dtype])
-        if self._config.parallel.device == "cpu" and num_bytes > (free := available_bytes()):
-            raise ConfigError(f"adapters.{adapter.title}: takes {num_bytes} bytes of memory, of which {free} are free")
+        if self._config.parallel.device == "cpu" and num_bytes > available_bytes():
+            raise ConfigError(f"adapters.{adapter.title}: takes {num_bytes} bytes, more memory than is free")
 
     async def _free(self, version: str) -> None:
         try:
@@ -202,9 +208,9 @@ def _stamp(folder: Path) -> Stamp:
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
-def _digest(folder: Path, stamp: Stamp) -> str:
-    """Of the files' contents and times: a mixture of two versions never has the name of one that is whole."""
-    digest = hashlib.sha256(repr(stamp).encode())
+def _digest(folder: Path) -> str:
+    """Of the files' contents: the same on all nodes, whenever they got them."""
+    digest = hashlib.sha256()
     for file in FILES:
         with (folder / file).open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chats import Chats
+from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.answer_readers import AnswerReaders
 from shoal_cluster.serve.call import GenerateCall, Prompt
+from shoal_cluster.serve.long_texts import in_turn
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.grammars import Grammars
 from shoal_replica.model_config import ModelConfig
@@ -32,6 +34,10 @@ class Made(NamedTuple):
     readers: AnswerReaders
     shown: frozenset[int]
 
+    def with_adapter(self, version: str) -> Made:
+        """For an adapter, by what replicas call it; "" for the model alone."""
+        return self._replace(request=replace(self.request, adapter=version)) if version else self
+
 
 def _enforced(params: SamplingParams, structure: StructuredOutput | None) -> SamplingParams:
     """``params`` for an answer that must match. Raises InvalidArgument where these contradict that."""
@@ -40,6 +46,11 @@ def _enforced(params: SamplingParams, structure: StructuredOutput | None) -> Sam
     except InvalidArgument as error:
         where = "tools" if error.field == FIELD else error.field
         raise InvalidArgument(where, None, f"calls that must match their schemas: {error.limit}") from None
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise InvalidArgument("messages", [], "must have at least one message")
 
 
 class RequestMaker:
@@ -57,20 +68,17 @@ class RequestMaker:
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool) -> tuple[int, ...]:
         """See GatewayCore. Raises InvalidArgument."""
         if prompt.messages is not None:
+            _check_messages(prompt.messages)
             text = self._chats.prompt(prompt.messages, prompt.tools, prompt.template_options, prompt.end)
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._tokenizer.encode(prompt.text or "", add_special_tokens=add_special_tokens)
 
-    async def make(self, call: GenerateCall, adapter: str, arrived_s: float, max_model_len: int) -> Made:
-        """The request for ``call``. Raises InvalidArgument for what cannot be served.
-
-        Args:
-            adapter: what replicas call the adapter; empty for the model alone.
-        """
-        if call.messages is not None and not call.messages:
-            raise InvalidArgument("messages", [], "must have at least one message")
+    async def make(self, call: GenerateCall, arrived_s: float, max_model_len: int) -> Made:
+        """The request for ``call``, to the model alone. Raises InvalidArgument for what cannot be served."""
+        if call.messages is not None:
+            _check_messages(call.messages)
         read = partial(self._read, call, max_model_len)
-        prompt, token_ids, params = await asyncio.to_thread(read) if call.length > LONG_TEXT else read()
+        prompt, token_ids, params = await in_turn(read) if call.length > LONG_TEXT else read()
         if (answer := params.structured_output) is not None:
             await asyncio.to_thread(self._grammars.check, answer)
         readers: list[AnswerReader] = []
@@ -89,7 +97,6 @@ class RequestMaker:
             priority=call.priority,
             arrival_s=arrived_s,
             cache_salt=call.cache_salt,
-            adapter=adapter,
             tenant=call.tenant,
         )
         return Made(request, AnswerReaders(readers), self._chats.shown(call.tools) if readers else frozenset())

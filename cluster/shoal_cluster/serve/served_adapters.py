@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -52,6 +52,10 @@ class ServedAdapters:
         """Those that calls may ask for."""
         return (*self._deployed, *self._wanted)
 
+    def is_known(self, name: str) -> bool:
+        """Whether some replica has loaded an adapter."""
+        return name in self._deployed or name in self._current
+
     def version(self, name: str) -> str:
         """What replicas call an adapter.
 
@@ -64,6 +68,20 @@ class ServedAdapters:
             why = self._failures.get(name)
             raise Unavailable(f"adapter {name!r} is not loaded yet" + (f": {why}" if why else ""))
         return version
+
+    async def until_known(self, name: str, patience_s: float, is_growing: Callable[[], bool]) -> str:
+        """``version``, once some replica has loaded it. Waits for ``patience_s``, and on while replicas start.
+
+        Raises:
+            Unavailable: it has not been loaded by then, or cannot be.
+        """
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + patience_s
+        while not (self.is_known(name) or name in self._failures):
+            if loop.time() >= ends_s and not is_growing():
+                break
+            await asyncio.sleep(WAIT_S)
+        return self.version(name)
 
     def num_replicas(self, name: str) -> int:
         """How many replicas have an adapter of that name; "" is the model alone."""
@@ -92,11 +110,11 @@ class ServedAdapters:
         return frozenset(r for r in self._ledger.view.replica_ids if r not in told or version not in told[r].versions)
 
     async def until_somewhere(self, version: str, timeout_s: float) -> None:
-        """Return once some replica has a version, or after ``timeout_s``."""
+        """Return once some replica has a version, or there is none that could have it, or after ``timeout_s``."""
         if VERSION_MARK not in version:
             return
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while len(self.lacking(version)) >= len(self._ledger.view.replica_ids):
+        while 0 < len(self._ledger.view.replica_ids) <= len(self.lacking(version)):
             if asyncio.get_running_loop().time() >= deadline:
                 return
             await asyncio.sleep(WAIT_S)

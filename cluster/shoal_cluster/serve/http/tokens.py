@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from shoal_cluster.serve.http.messages_types import Conversation
 from shoal_cluster.serve.http.openai_chat import ChatTurn, prompt_end
 from shoal_cluster.serve.http.openai_shapes import token_text
 from shoal_cluster.serve.http.openai_tools import ToolBody, tool_use
+from shoal_cluster.serve.long_texts import in_turn
 from shoal_replica.errors import InvalidArgument
 
 
@@ -45,11 +45,10 @@ class TokenizeBody(Body):
     def to_prompt(self) -> Prompt:
         """Raises InvalidArgument."""
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidArgument("prompt", None, "one of prompt and messages must be set")
+            given = "both" if self.messages is not None else None
+            raise InvalidArgument("prompt", given, "one of prompt and messages must be set")
         if self.messages is None:
             return Prompt(self.prompt)
-        if not self.messages:
-            raise InvalidArgument("messages", [], "must have at least one message")
         messages = tuple(turn.to_message(position) for position, turn in enumerate(self.messages))
         end = prompt_end(self.add_generation_prompt, self.continue_final_message)
         return Prompt(None, messages, tool_use(self.tools, None, None), self.chat_template_kwargs or {}, end)
@@ -70,7 +69,7 @@ def tokens_router(core: GatewayCore) -> APIRouter:
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         try:
             max_model_len, asked = core.model_card(body.model).max_model_len, body.to_prompt()
-            return _json(await asyncio.to_thread(_tokenized, core, body, asked, max_model_len))
+            return _json(await in_turn(_tokenized, core, body, asked, max_model_len))
         except Exception as error:
             return error_response(error, request.state.request_id)
 
@@ -78,7 +77,7 @@ def tokens_router(core: GatewayCore) -> APIRouter:
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         try:
             vocab_size = core.model_card(body.model).vocab_size
-            return _json(await asyncio.to_thread(_detokenized, core, body.tokens, vocab_size))
+            return _json(await in_turn(_detokenized, core, body.tokens, vocab_size))
         except Exception as error:
             return error_response(error, request.state.request_id)
 
@@ -87,7 +86,7 @@ def tokens_router(core: GatewayCore) -> APIRouter:
         try:
             core.check_model(body.model)
             asked = body.to_prompt()
-            token_ids = await asyncio.to_thread(core.tokenize, asked, add_special_tokens=False)
+            token_ids = await in_turn(core.tokenize, asked, add_special_tokens=False)
             return _json(encode({"input_tokens": len(token_ids)}))
         except Exception as error:
             return error_response(body.in_its_words(error), request.state.request_id, request.url.path)

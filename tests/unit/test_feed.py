@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+import uvloop
 from fixtures.engines import finished, running_engine
 from fixtures.replicas import Replica, replica
 from fixtures.waiting import DEADLINE_S, until
@@ -472,6 +473,39 @@ class TestClient:
             await late.client.close()
             server.close()
             await feed.stop()
+
+    def test_what_is_sent_to_one_that_has_just_died_is_lost_quietly(self) -> None:
+        """Serve's loops are uvloop's, whose transports raise once they are closed: a call that is to go on elsewhere
+        must not end by that.
+        """
+
+        async def send_while_it_breaks() -> list[bool]:
+            is_over = asyncio.Event()
+
+            class Silent(asyncio.Protocol):
+                def connection_lost(self, error: Exception | None) -> None:
+                    is_over.set()
+
+            server = await asyncio.get_running_loop().create_server(Silent, "127.0.0.1", 0)
+            client = FeedClient("g", server.sockets[0].getsockname(), lambda message: None, lambda: None)
+            await until(lambda: client.is_open)
+            assert client._connection is not None
+            client._connection.transport.abort()
+            were_sent = []
+            while client.is_open:
+                were_sent.append(client.submit(make_request("r", range(9))))
+                client.withdraw("r")
+                client.abort("r")
+                await asyncio.sleep(0)
+            await client.close()
+            await is_over.wait()
+            server.close()
+            return were_sent
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            were_sent = runner.run(send_while_it_breaks())
+        assert were_sent
+        assert not any(were_sent)
 
     async def test_closing_ends_its_task(self) -> None:
         tasks = asyncio.all_tasks()

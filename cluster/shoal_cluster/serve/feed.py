@@ -39,6 +39,7 @@ from shoal_cluster.serve.feed_messages import (
     Withdraw,
     frame,
     frames_from_gateway,
+    put,
 )
 from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.engine import Engine
@@ -98,7 +99,7 @@ class FeedServer:
     def refuse(self, gateway_id: str, refused: Refused) -> None:
         """Tell a gateway at once that a request of its own does not run here, if the gateway is connected."""
         if (subscriber := self._subscribers.get(gateway_id)) is not None:
-            subscriber.transport.write(frame(refused))
+            put(subscriber.transport, frame(refused))
 
     async def stop(self) -> None:
         """Close every connection; what is still buffered is sent as far as the gateways read it."""
@@ -136,7 +137,7 @@ class FeedServer:
         ]
         snapshot = frame(Snapshot(0, self._engine.stats(), hashes, promised, wishes, tuple(in_flight)))
         subscriber.unread_bytes = len(snapshot)
-        transport.write(snapshot)
+        put(transport, snapshot)
         return subscriber
 
     def lost(self, connection: _Connection, subscriber: Subscriber | None) -> None:
@@ -168,7 +169,7 @@ class FeedServer:
             case Ask():
                 answer = self._answers.get(message.question)
                 body = b"" if answer is None else answer(message.body)
-                subscriber.transport.write(frame(Answer(message.number, body)))
+                put(subscriber.transport, frame(Answer(message.number, body)))
 
     def _forget(self, subscriber: Subscriber) -> None:
         for request_id in tuple(subscriber.request_ids):

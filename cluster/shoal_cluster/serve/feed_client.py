@@ -29,6 +29,7 @@ from shoal_cluster.serve.feed_messages import (
     Withdraw,
     frame,
     frames_from_replica,
+    put,
 )
 from shoal_replica.errors import Unavailable
 from shoal_replica.request import Request
@@ -85,8 +86,7 @@ class FeedClient:
         data = frame(Submit(request, source))
         if len(data) > LENGTH_BYTES + MAX_REQUEST_BYTES:
             return False
-        self._connection.transport.write(data)
-        return True
+        return put(self._connection.transport, data)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ask the replica to end one sequence, or a whole request. If the feed is down, the replica ends it anyway."""
@@ -143,7 +143,7 @@ class FeedClient:
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._connection is not None:
-            self._connection.transport.write(frame(message))
+            put(self._connection.transport, frame(message))
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()

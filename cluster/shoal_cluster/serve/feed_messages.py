@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -204,6 +205,16 @@ def frame(message: msgspec.Struct) -> bytes:
     """Encode a message as it is sent."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def put(transport: asyncio.Transport, data: bytes) -> bool:
+    """Write to a connection, unless it is closed: its protocol hears of that a moment later, and until then uvloop's
+    transports raise. Returns whether it was open.
+    """
+    if transport.is_closing():
+        return False
+    transport.write(data)
+    return True
 
 
 def _frame_size(length: bytes | bytearray, max_bytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shoal_cluster.policies.wishes import Wish
-from shoal_cluster.serve.feed_messages import InFlight, Promise, Promised, ToldWish, Update, frame
+from shoal_cluster.serve.feed_messages import InFlight, Promise, Promised, ToldWish, Update, frame, put
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.reports import StepReport
 from shoal_replica.request import TokenDelta
@@ -77,4 +77,4 @@ class Subscriber:
         update = Update(
             self._seq, stats, report.stored, report.removed, deltas, accepted, promised, wishes, launched, landed
         )
-        self.transport.write(frame(update))
+        put(self.transport, frame(update))

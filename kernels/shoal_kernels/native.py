@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -260,8 +261,8 @@ class NativeDecoder:
             self._handle = None
 
     def __del__(self) -> None:
-        # If the constructor raised, there may be no handle.
-        if getattr(self, "_handle", None):
+        # If the constructor raised, there may be no handle; and when Python ends, memory goes anyway, modules first.
+        if getattr(self, "_handle", None) and not sys.is_finalizing():
             self.close()
 
     def _blocks(self, numbers: Sequence[int] | Sequence[tuple[int, int]]) -> NDArray[np.int64]:

@@ -125,7 +125,7 @@ class Engine:
         """
         if not self._scheduler.may_leave(request_id, also_started):
             return False
-        self._scheduler.abort(request_id)
+        self._scheduler.abort(request_id, reason=FinishReason.MOVED)
         self._reports.note_change()
         self._note_end(request_id, Unavailable("the replica has handed the request back"))
         self._reports.publish()

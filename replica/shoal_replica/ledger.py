@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from shoal_replica.config import SchedulerConfig
 from shoal_replica.kv_cache import Cached, KVCacheManager
 from shoal_replica.prefill_pace import Pace
-from shoal_replica.request import FinishReason, Sequence, SequenceStatus
+from shoal_replica.request import GOES_ON, FinishReason, Sequence, SequenceStatus
 from shoal_replica.scheduling_policy import by_progress, due_profile
 from shoal_replica.stats import ReplicaStats, Totals
 from shoal_replica.waiting_queue import WaitingQueue
@@ -76,12 +76,13 @@ class Ledger:
             num_from_host = sum(not isinstance(block, int) for block in matched) * self._kv.block_size
             self._totals.note_start(num_prompt, num_cached, num_from_host)
 
-    def note_end(self, last: Sequence, reason: FinishReason) -> None:
-        """A request is over here, with its ``last`` sequence. Those that go on elsewhere are not counted, nor moved
-        sequences but number 0, so that a request counts once.
+    def note_end(self, sequence: Sequence, reason: FinishReason, is_last: bool) -> None:
+        """A sequence is over here; ``is_last`` of its request. That counts once, wherever its sequences have gone: with
+        number 0, where that does not go on elsewhere; a search, which stays, with its last beam.
         """
-        began_elsewhere = bool(last.request.output_token_ids)
-        self._totals.num_finished += reason is not FinishReason.PREFILLED and not (began_elsewhere and last.index)
+        is_search = sequence.request.sampling_params.is_beam_search
+        counts = is_last if is_search else sequence.index == 0
+        self._totals.num_finished += counts and reason not in GOES_ON
 
     def check_invariants(self) -> None:
         """Queues, statuses and block tables agree; an idle scheduler holds no block."""

@@ -16,6 +16,7 @@ from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, InvalidArgument
 from shoal_replica.executor import StepTiming, TokenLogprobs
 from shoal_replica.grammars import Grammars
+from shoal_replica.interrupts import uninterrupted
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.request_checks import check_adapter, prepared
 from shoal_replica.sampling_defaults import sampling_defaults
@@ -176,12 +177,14 @@ class LLM:
         pending = list(reversed(requests))
         try:
             while pending or self._scheduler.has_work:
-                while pending and self._scheduler.has_room:
-                    self._scheduler.add(pending.pop())
-                self._step(outputs)
+                with uninterrupted():
+                    while pending and self._scheduler.has_room:
+                        self._scheduler.add(pending.pop())
+                    self._step(outputs)
         finally:
-            for request in requests:
-                self._scheduler.abort(request.request_id)
+            with uninterrupted():
+                for request in requests:
+                    self._scheduler.abort(request.request_id)
         return [outputs[r.request_id].result for r in requests]
 
     def chat(

@@ -25,6 +25,11 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller cancelled it, or the engine was stopped
     ERROR = "error"  # the engine failed
     PREFILLED = "prefilled"  # its prompt is computed, and that was all that was asked for here
+    MOVED = "moved"  # it was handed back, to go on elsewhere
+
+
+GOES_ON = frozenset({FinishReason.PREFILLED, FinishReason.MOVED})
+"""Ends at one replica of what goes on at another: no client is told of them."""
 
 
 class SequenceStatus(Enum):

@@ -344,6 +344,7 @@ class Scheduler:
         sequence.move(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self._drop(sequence)
-        if self._live.end(sequence):
+        is_last = self._live.end(sequence)
+        if is_last:
             self._beams.close(sequence.request.request_id)
-            self._ledger.note_end(sequence, reason)
+        self._ledger.note_end(sequence, reason, is_last)

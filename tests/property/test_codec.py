@@ -29,7 +29,7 @@ from shoal_protos import control_pb2, generation_pb2
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import TokenLogprobs
-from shoal_replica.request import FinishReason
+from shoal_replica.request import GOES_ON, FinishReason
 from shoal_replica.sampling_params import MAX_SEED, SamplingParams
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.structured_output import KINDS, StructuredOutput
@@ -150,7 +150,7 @@ chunks = st.builds(
     text=text,
     token_ids=token_ids,
     logprobs=st.lists(logprobs, max_size=2).map(tuple),
-    finish_reason=st.none() | st.sampled_from([reason for reason in FinishReason if reason != "prefilled"]),
+    finish_reason=st.none() | st.sampled_from(sorted(set(FinishReason) - GOES_ON)),
     stop_reason=st.none() | count | text,
     usage=st.none() | usages,
     reasoning=text,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from fixtures.engines import finished, mid_step, running_engine
@@ -404,3 +405,27 @@ async def test_nobody_waits_for_an_adapter_of_an_engine_that_has_failed() -> Non
         executor.gate.set()
         async with asyncio.timeout(DEADLINE_S):
             await leaving
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_request_that_is_handed_back_counts_where_it_ends(started: bool, n: int) -> None:
+    prompt, num_tokens = tuple(range(10)), 20
+    async with running_engine() as (here, executor, recorder), running_engine() as (there, _, _):
+        executor.pause_s = 0.01
+        request = make_request("r", prompt, max_tokens=num_tokens, n=n)
+        end = here.add(request)
+        if started:
+            await until(lambda: all(len(recorder.tokens["r", index]) > 2 for index in range(n)))
+        assert here.hand_back("r", also_started=started)
+        with pytest.raises(Unavailable):
+            await end
+        if not started:
+            await finished(there.add(request))
+        for index in range(n if started else 0):
+            params = replace(request.sampling_params, n=1)
+            known = tuple(recorder.tokens["r", index])
+            leg = replace(request, request_id=f"r~{index}", index=index, output_token_ids=known, sampling_params=params)
+            await finished(there.add(leg))
+        assert here.stats().num_finished == 0
+        assert there.stats().num_finished == 1

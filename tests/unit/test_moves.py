@@ -78,11 +78,10 @@ async def test_only_so_many_at_a_time_and_only_where_there_is_room(monkeypatch: 
     monkeypatch.setattr(moves, "MAX_AT_ONCE", 1)
     async with running(count=4) as (serve, owner, calls):
         made, other = serve.replicas[owner], serve.replicas[other_than(owner)]
-        at_owner = [r for r, where in serve.ledger._replica_of.items() if where == owner]
         assert await made.engine.drain(DEADLINE_S)
         for answer in await asyncio.gather(*calls):
             assert answer.tokens == [expected_tokens(PROMPT, NUM_TOKENS)]
-        assert made.engine.stats().num_finished == len(at_owner)  # by moves or to their ends
+        assert made.engine.stats().num_finished + other.engine.stats().num_finished == 4
         assert other.engine.stats().num_generated_tokens > 0
 
 

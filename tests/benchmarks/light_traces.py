@@ -1,13 +1,15 @@
 """Makes up traces with prefixes that are shared by more requests than one replica can take, though most stand idle.
 
     python tests/benchmarks/light_traces.py hot --seed 0 > hot.jsonl
-    shoal sim --trace hot.jsonl --speed 40 --gateways 4      (agents at 1, herd at 0.1 with one gateway)
+    shoal sim --trace hot.jsonl --speed 40 --gateways 4      (agents at 1, herd at 0.1 with one gateway; streams at 20)
 
 * hot: one prompt of 8 192 tokens and some 500 more, an answer of 100 on average; one request a second.
 * agents: loops of 8 to 21 calls, each with all that came before, every 8 s on average; they begin with one of four
   prompts of 6 144 tokens. Five calls a second, which is a third of what 8 replicas carry.
 * herd: 60 requests at once with a new prompt of 12 288 tokens, beside others without prefixes; 30 and 60 in a minute
   and a half.
+* streams: short prompts without prefixes, answers of 500 to 1 500 tokens; one request a second. At 20 times its speed
+  every replica decodes, and can take more.
 """
 
 from __future__ import annotations
@@ -53,6 +55,13 @@ def hot(make: Maker) -> Iterator[Row]:
         yield make.row(time_s, prefix, make.about(500, 10), make.about(100))
 
 
+def streams(make: Maker) -> Iterator[Row]:
+    time_s = 0.0
+    while True:
+        time_s += make.random.expovariate(1.0)
+        yield make.row(time_s, (), make.random.randint(50, 300), make.random.randint(500, 1500))
+
+
 def agents(make: Maker, rate: float = 5.0, num_requests: int = 2000) -> Iterator[Row]:
     prompts, calls, mean_calls = [make.blocks(12) for _ in range(4)], [], 15
     start_s = -8.0 * mean_calls  # so that they are under way at 0
@@ -86,6 +95,7 @@ FAMILIES: dict[str, tuple[Callable[[Maker], Iterator[Row]], int]] = {
     "hot": (hot, 4000),
     "agents": (agents, 2000),
     "herd": (herd, 900),
+    "streams": (streams, 1000),
 }
 
 

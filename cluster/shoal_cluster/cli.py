@@ -14,7 +14,7 @@ from shoal_cluster.commands.explain import explain
 from shoal_cluster.commands.status import status
 from shoal_cluster.commands.talk import chat, generate
 from shoal_cluster.commands.tune import tune
-from shoal_replica.errors import ShoalError
+from shoal_replica.errors import ShoalError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,9 @@ class _Shoal(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
         if name not in LATER:
+            for text in args:  # they go to a gateway, which takes text; paths may be any bytes
+                if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                    ctx.fail(f"got {shown(text)}; must be valid UTF-8")
             return super().resolve_command(ctx, args)
         return name, LATER[name].load(name), args[1:]
 

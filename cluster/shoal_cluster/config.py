@@ -11,8 +11,8 @@ from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
 from shoal_cluster.settings import Settings
 from shoal_replica.adapter import NAME_PATTERN
-from shoal_replica.config import DEFAULT_BLOCK_SIZES, ParallelConfig, SchedulerConfig
-from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
+from shoal_replica.config import DEFAULT_BLOCK_SIZES, MAX_THREADS, ParallelConfig, SchedulerConfig
+from shoal_replica.errors import ConfigError, shown
 from shoal_replica.sampling_defaults import sampling_defaults
 
 GIB = 2**30
@@ -34,6 +34,7 @@ def _absolute(value: str) -> str:
 
 
 MAX_ADAPTERS = 4096
+MAX_MODEL_NAME = 256  # characters: any file's name is shorter
 AdapterSource = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_absolute)]
 FeedHost = Annotated[str, AfterValidator(_feed_host)]
 
@@ -70,7 +71,7 @@ class ReplicaSettings(Settings):
     device: Literal["cpu", "npu"] = Field("cpu", description="what the ranks compute on")
     graph_sizes: tuple[int, ...] | None = Field(None, description="decodes that an NPU keeps as graphs; [] for none")
     device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; else it is asked")
-    num_threads: int = Field(1, ge=1, description="of each rank, on the CPU")
+    num_threads: int = Field(1, ge=1, le=MAX_THREADS, description="of each rank, on the CPU")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that share each layer")
     pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages of whole layers")
     rank_timeout_s: float = Field(
@@ -191,7 +192,9 @@ class ClusterConfig(Settings):
     """Everything under ``args``."""
 
     model: str = Field(min_length=1, description="a Hugging Face folder, a hub id, or the demo model's name")
-    served_model_name: str | None = Field(None, description="as clients name it; the last part of the model's path")
+    served_model_name: str | None = Field(
+        None, max_length=MAX_MODEL_NAME, description="as clients name it; the last part of the model's path"
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="of sampling parameters that a request leaves out: the checkpoint's, or OpenAI's"
     )
@@ -256,7 +259,5 @@ def error_line(error: Any, *section: str) -> str:
         return f"{key}: required"
     if error["type"] == "value_error":  # our own message, which includes the value
         return f"{key}: {error['ctx']['error']}"
-    shown = "a secret" if {"api_keys", "admin_key"} & {*error["loc"]} else repr(error["input"])
-    if len(shown) > MAX_SHOWN_VALUE:
-        shown = shown[: MAX_SHOWN_VALUE - 1] + "…"
-    return f"{key}: got {shown}; {error['msg'][0].lower()}{error['msg'][1:]}"
+    told = "a secret" if {"api_keys", "admin_key"} & {*error["loc"]} else shown(error["input"])
+    return f"{key}: got {told}; {error['msg'][0].lower()}{error['msg'][1:]}"

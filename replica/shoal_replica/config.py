@@ -13,6 +13,7 @@ from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
 DEVICES = ("cpu", "npu")
 DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
 DEFAULT_SPECULATIVE_TOKENS = {"cpu": 8, "npu": 0}  # what it gains on an NPU has not been measured
+MAX_THREADS = 1024  # of a rank: beyond any machine's cores, a slip takes all the threads that its host can have
 MAX_GRAPH_GAP = 128  # a graph is padded with sequences that share the slots of one block
 SCHEDULING_POLICIES = ("fcfs", "priority", "deadline")
 
@@ -92,6 +93,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _at_least("num_threads", self.num_threads, 1)
+        if self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads: got {self.num_threads}; must be at most {MAX_THREADS}")
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         if not 1.0 <= self.rank_timeout_s < math.inf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError
+from shoal_replica.errors import ConfigError, shown
 
 
 def size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -42,6 +42,4 @@ def numbers(raw: dict[str, Any], key: str, count: int) -> list[float]:
 
 def refusal(key: str, value: object, what: str) -> ConfigError:
     """Of a field that must be ``what``; a field of a field is named "a of b"."""
-    shown = repr(value)
-    shown = shown if len(shown) <= MAX_SHOWN_VALUE else f"{shown[:MAX_SHOWN_VALUE]}…"
-    return ConfigError(f"model: {key} in config.json is {shown}; must be {what}")
+    return ConfigError(f"model: {key} in config.json is {shown(value)}; must be {what}")

@@ -125,7 +125,9 @@ class SamplingParams:
         check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "must be in [-2, 2]")
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "must be in [-2, 2]")
-        check_number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, "must be above 0")
+        check_number(
+            "repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST, "must be a finite number above 0"
+        )
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
         check_integer("n", self.n, 1, MAX_N)

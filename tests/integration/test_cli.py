@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fixtures.fake_gateway import ADAPTER, ADMIN_KEY, MODEL, START_REPORT, FakeGateway
@@ -221,10 +222,23 @@ def test_no_gateway_is_said_plainly(arguments: list[str]) -> None:
 
 
 def test_a_ray_that_does_not_start_is_quoted() -> None:
-    with LocalRay(num_cpus=math.nan) as ray, pytest.raises(Unavailable, match="Ray ended; it said") as caught:
+    with LocalRay(num_cpus=math.nan) as ray, pytest.raises(Unavailable, match="Ray has ended; it said") as caught:
         ray.wait_until_up()
     assert "--num-cpus" in str(caught.value)
     assert not ray.folder.exists()
+
+
+@pytest.mark.parametrize("arguments", [["generate", "\udcff"], ["explain", "\udcff"]])
+def test_what_is_no_text_is_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "must be valid UTF-8" in result.stderr
+
+
+def test_figures_that_could_not_be_kept_are_not_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "engine", "--json", str(tmp_path / "nowhere" / "x.json")])
+    assert result.exit_code == 1
+    assert "cannot be written (No such file or directory)" in result.stderr
 
 
 def test_help_lists_everything_and_imports_nothing_heavy() -> None:

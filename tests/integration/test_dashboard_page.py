@@ -365,6 +365,9 @@ async def test_settings_change_in_place_within_their_limits(http: httpx.AsyncCli
     bad = await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {"target_utilization": 7}})
     assert bad.status_code == 400
     assert "target_utilization" in bad.json()["error"]["message"]
+    for odd in (True, "2"):
+        bad = await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {"min_replicas": odd}})
+        assert bad.status_code == 400
     back = await http.post("/dashboard/controls/tune", headers=headers, json={"changes": {}, "reset": True})
     assert back.json()["tuned"] == []
 

@@ -264,6 +264,17 @@ async def test_lack_of_room_here_is_not_the_other_replicas_fault(monkeypatch: py
         assert not other.fetcher._failed
 
 
+async def test_a_turn_that_does_not_come_is_not_the_other_replicas_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_fetcher, "MOST_S", 0.05)
+    async with replica() as one, replica() as other:
+        await one.engine.add(REQUEST)
+        with await followed(other):
+            async with other.fetcher._turn:  # another fetch, which takes long
+                assert await answered(other, source_of(one)) == expected_tokens(PROMPT, 4)
+        assert other.engine.stats().num_blocks_taken == 0
+        assert not other.fetcher._failed
+
+
 def test_one_slow_transfer_is_forgotten() -> None:
     pace = TransferPace(0.0007)
     pace.take(2, 0.405, now=100.0)

@@ -482,6 +482,7 @@ class TestEngineConfigs:
             ),
             (lambda: SchedulerConfig(policy="lifo"), "policy: got 'lifo'; must be one of fcfs, priority"),
             (lambda: ParallelConfig(num_threads=0), "num_threads: got 0"),
+            (lambda: ParallelConfig(num_threads=1025), "num_threads: got 1025; must be at most 1024"),
             (lambda: ParallelConfig(rank_timeout_s=0.5), "rank_timeout_s: got 0.5; must be at least 1 second"),
             (lambda: ParallelConfig(device="tpu"), "device: got 'tpu'; must be one of cpu"),
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from shoal_cluster.commands import client, demo
 from shoal_cluster.config import GatewaySettings
-from shoal_replica.errors import ShoalError
+from shoal_replica.errors import ShoalError, Unavailable
 
 
 class RefusingClient:
@@ -46,3 +47,19 @@ def test_chats_that_all_fail_end_in_one_error(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(ask())
     gc.collect()
     assert complaints == []
+
+
+def test_a_demo_whose_ray_has_died_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits with signals blocked, which its caller's thread must not stay."""
+
+    class DeadRay:
+        def check(self) -> None:
+            raise Unavailable("Ray has ended; it said last:")
+
+    monkeypatch.setattr(demo, "LOOK_S", 0.01)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    try:
+        with pytest.raises(Unavailable, match="Ray has ended"):
+            demo._wait_for_interrupt(DeadRay())  # type: ignore[arg-type]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -319,6 +319,30 @@ def test_a_call_that_is_cancelled_at_its_deadline_has_missed_it(
     assert records[0].error == ("DeadlineExceeded" if is_late else "CancelledError")
 
 
+def test_what_an_unexpected_error_says_is_not_shown() -> None:
+    """It may quote the prompt, and the journal is for everybody who may see the dashboard."""
+    journal, call = Journal(), GenerateCall(request_id="call", sampling_params=SamplingParams())
+    for error, told in ((KeyError("a secret"), "KeyError"), (Unavailable("no replica"), "Unavailable: no replica")):
+        with pytest.raises(type(error)), CallObserver(gateway_metrics(), journal).observe(call):
+            raise error
+        assert journal.last(1)[0].text == told
+
+
+def test_a_call_that_a_replica_finds_invalid_is_none_of_its_models() -> None:
+    metrics = gateway_metrics()
+    usage = Usage(num_prompt_tokens=9, num_cached_tokens=0, num_output_tokens=0, replica_id="", ttft_s=0.0)
+    call = GenerateCall(request_id="call", sampling_params=SamplingParams())
+
+    def run() -> None:
+        with CallObserver(metrics, Journal()).observe(call) as watch:
+            watch.usage = lambda: usage
+            raise InvalidArgument("prompt", "x", "must fit a replica")
+
+    with pytest.raises(InvalidArgument):
+        run()
+    assert not [point for point in metrics.by_model.points() if point.value]
+
+
 @pytest.mark.parametrize(("error", "outcome"), ENDINGS)
 def test_each_end_of_a_call_is_counted_once(error: BaseException | None, outcome: RequestOutcome) -> None:
     metrics, journal, records = gateway_metrics(), Journal(), list[CallRecord]()

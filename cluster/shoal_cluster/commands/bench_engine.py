@@ -19,6 +19,7 @@ from shoal_replica.bench.report import as_json, table
 from shoal_replica.bench.runner import Plan, Runner
 from shoal_replica.bench.workloads import DEFAULT_WORKLOADS, check_workloads
 from shoal_replica.checkpoint import DEMO_MODEL, ensure_checkpoint
+from shoal_replica.errors import ConfigError
 
 MAX_WIDTH = 250
 
@@ -59,6 +60,8 @@ def engine(
     A peer is vllm, openvino, llamacpp or transformers under an interpreter that has it; a label may follow its name, as
     in llamacpp-q8_0. A variant is called shoal-NAME.
     """
+    if json_file is not None:
+        _check_writable(json_file)
     plan = Plan(
         workloads=check_workloads(workloads),
         repeats=repeats,
@@ -100,3 +103,11 @@ def engine(
         errors.print(f"{name} fell out: {reason}", markup=False)
     if outcome.failures:
         raise typer.Exit(1)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ConfigError, before a run of many minutes, if its figures could not be written."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"json: got {str(path)!r}; it cannot be written ({error.strerror})") from None

@@ -16,7 +16,7 @@ from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes
 from shoal_cluster.serve.rows import ClusterRow, ScalingRow
-from shoal_protos import control_pb2, generation_pb2
+from shoal_protos import control_pb2
 from shoal_replica.errors import (
     DeadlineExceeded,
     NotFound,
@@ -56,7 +56,7 @@ class GatewayClient:
         self._generate = self._channel.unary_stream(
             "/shoal.v1.Generation/Generate",
             request_serializer=lambda call: codec.call_to_proto(call).SerializeToString(),
-            response_deserializer=lambda raw: codec.chunk_from_proto(generation_pb2.GenerateResponse.FromString(raw)),
+            response_deserializer=codec.chunk_from_bytes,
         )
         self._list_replicas = self._channel.unary_unary(
             "/shoal.v1.Control/ListReplicas",

@@ -36,6 +36,7 @@ from shoal_replica.sampling_params import SamplingParams
 
 NUM_RAY_CPUS = 4.0  # logical: the demo's actors share the cores that there are
 CHAT_TIMEOUT_S = 120.0
+LOOK_S = 1.0  # how often it is looked whether Ray is still there
 SYSTEM = (
     "You are Shoal, a patient guide to the sea. You answer every question in two or three short sentences, in plain "
     "words that a curious child would follow. You never list sources, you never apologise, and when you are not sure "
@@ -93,7 +94,7 @@ def demo(
             console.print(_summary(chats))
             console.print(_addresses(settings.gateway, chats[0], new_key))
             if not once:
-                _wait_for_interrupt()
+                _wait_for_interrupt(ray)
             console.print("stopping")
 
 
@@ -196,10 +197,15 @@ controls   {controls}
 """
 
 
-def _wait_for_interrupt() -> None:
-    """Return at Ctrl-C, SIGTERM or SIGHUP. The signals are blocked first, so that their handlers do not run."""
+def _wait_for_interrupt(ray: LocalRay) -> None:
+    """Return at Ctrl-C, SIGTERM or SIGHUP. The signals are blocked first, so that their handlers do not run.
+
+    Raises:
+        Unavailable: Ray has ended meanwhile.
+    """
     stopping = {signal.SIGINT, *ENDING}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     typer.echo("up; Ctrl-C stops everything")
     sys.stdout.flush()
-    signal.sigwait(stopping)
+    while signal.sigtimedwait(stopping, LOOK_S) is None:
+        ray.check()

@@ -95,9 +95,17 @@ class LocalRay:
                 return  # it is up, if only to ask for the token
             except OSError:
                 time.sleep(0.2)
-        what = "ended" if self._process.poll() is not None else f"did not come up within {START_TIMEOUT_S:g} s"
+        self.check()
+        raise self._trouble(f"did not come up within {START_TIMEOUT_S:g} s")
+
+    def check(self) -> None:
+        """Raise Unavailable, with the last lines of its log, if Ray has ended."""
+        if self._process.poll() is not None:
+            raise self._trouble("has ended")
+
+    def _trouble(self, what: str) -> Unavailable:
         said = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-        raise Unavailable("\n".join([f"Ray {what}; it said last:", *said]))  # the log goes with the folder
+        return Unavailable("\n".join([f"Ray {what}; it said last:", *said]))  # the log goes with the folder
 
     def stop(self) -> None:
         """End Ray and every process it started, then remove its folder."""

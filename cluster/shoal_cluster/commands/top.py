@@ -74,7 +74,7 @@ def _updates(url: str, access: GatewayAccess) -> Iterator[Update | str]:
                     if line.startswith(DATA):
                         yield msgspec.json.decode(line.removeprefix(DATA), type=Update)
             trouble = "the gateway has ended the stream"
-        except (OSError, http.client.HTTPException, msgspec.ValidationError) as error:
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             trouble = f"the stream is broken: {error}"
         yield f"{trouble}; reconnecting"
         time.sleep(REDIAL_S)

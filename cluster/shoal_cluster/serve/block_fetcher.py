@@ -9,6 +9,7 @@ import time
 from shoal_cluster.policies.transfer_pace import TransferPace
 from shoal_cluster.serve.block_wire import READ_BYTES, Wanted, receive_blocks
 from shoal_cluster.serve.feed_messages import BlockSource, frame
+from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.engine import Engine
 from shoal_replica.errors import EngineDead, ShoalError, Unavailable
 from shoal_replica.prefix_cache import BlockHash
@@ -85,8 +86,10 @@ class BlockFetcher:
         num_blocks = self._engine.blocks.num_missing(wanted)
         compute_s = self._compute_s(num_blocks)
         self._num_blocks += num_blocks
+        is_asked = False  # its turn may not come in time, which is not the source's fault
         try:
             async with asyncio.timeout(MOST_S), self._turn:
+                is_asked = True
                 async with asyncio.timeout(UNKNOWN_S if compute_s is None else max(LEAST_S, compute_s)):
                     await self._take(wanted, source)
         except Unavailable as error:
@@ -96,9 +99,11 @@ class BlockFetcher:
         except (OSError, EOFError, ValueError, TimeoutError, ShoalError) as error:
             told = str(error) or type(error).__name__
             logger.info("request %s: blocks could not be fetched: %s", request.request_id, told)
-            self._failed[source.host, source.port] = time.monotonic()
-        except Exception:
-            logger.exception("request %s: blocks could not be fetched", request.request_id)
+            if is_asked:
+                self._failed[source.host, source.port] = time.monotonic()
+        except Exception as error:
+            where = fields(request_id=request.request_id, **error_fields(error))
+            logger.error("blocks could not be fetched", extra=where)
         finally:
             self._num_blocks -= num_blocks
             self._engine.release(request.request_id)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 from shoal_cluster.serve.block_wire import PIECE_BYTES, PIECE_BYTES_BETWEEN_STEPS, Coming, Wanted, receive, send_blocks
 from shoal_cluster.serve.feed_messages import frame
+from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.block_exchange import BlockExchange
 from shoal_replica.errors import ShoalError
 
@@ -76,8 +77,8 @@ class BlockServer:
             logger.warning("blocks could not be given: %s", error)
         except asyncio.CancelledError:
             pass  # by ``close``; the server does not expect its tasks to be cancelled
-        except Exception:  # others are to get theirs
-            logger.exception("blocks could not be given")
+        except Exception as error:  # others are to get theirs
+            logger.error("blocks could not be given", extra=fields(**error_fields(error)))
         finally:
             self._open.discard(task)
             self._giving.discard(task)

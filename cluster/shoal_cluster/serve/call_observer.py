@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from shoal_cluster.config import TraceSettings
+from shoal_cluster.config import MAX_MODEL_NAME, TraceSettings
 from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.call_times import CallTimes
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
-from shoal_replica.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from shoal_replica.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, ShoalError, Unavailable
 from shoal_replica.request import FinishReason
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 CUT_S = 1.0
 """Within this time a call that was cut has told its client."""
-
-MAX_MODEL_NAME = 128
-"""Characters of what was asked for as a model: a client may ask for anything."""
 
 MARGIN_S = 0.05
 """A client that leaves so shortly before its deadline, or in the last tenth of a short one, has left because of it: its
@@ -54,7 +51,7 @@ class CallWatch:
     def record(self, outcome: RequestOutcome, error: BaseException | None) -> CallRecord:
         return CallRecord(
             request_id=self.call.request_id,
-            model=self.call.model[:MAX_MODEL_NAME],
+            model=self.call.model[:MAX_MODEL_NAME],  # a client may ask for anything
             outcome=outcome,
             time_s=self.time_s,
             arrived_s=self.times.arrived_s,
@@ -120,7 +117,8 @@ class CallObserver:
         self._metrics.add_call(record)
         if record.outcome in (RequestOutcome.SHED, RequestOutcome.FAILED, RequestOutcome.DEADLINE):
             kind = EventKind.REFUSED if record.outcome is RequestOutcome.SHED else EventKind.FAILED
-            self._journal.note(kind, f"{record.error}: {error}", request_id=record.request_id)
+            told = f": {error}" if isinstance(error, ShoalError) else ""  # others may quote the prompt
+            self._journal.note(kind, record.error + told, request_id=record.request_id)
         for listener in self._listeners:
             listener(record)
 

@@ -244,12 +244,12 @@ class Dispatcher:
         """Wait for the turn, as long as there is a replica to wait for and the objective can be met."""
         loop = asyncio.get_running_loop()
         alone_since_s = math.inf
-        is_checked = True
+        is_first = True  # ``enter`` has just checked it; later, replicas may have joined or left
         while True:
             left_s = self.desk.time_left_s(pending)
-            if not (is_checked or pending.priority == RESUMED_PRIORITY):  # a replica that can hold that may come back
+            if not (is_first or pending.priority == RESUMED_PRIORITY):  # a replica that can hold that may come back
                 self.desk.check_size(pending)
-            is_checked = False  # ``enter`` checked it, but replicas may have joined or left since
+            is_first = False
             is_alone = not self.desk.can_take(pending)
             alone_since_s = min(alone_since_s, loop.time()) if is_alone else math.inf
             if is_alone and (failure := self._start_failure()):

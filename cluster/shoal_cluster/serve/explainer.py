@@ -9,7 +9,7 @@ from typing import Protocol
 from shoal_cluster.serve.call import ANSWER_IDS
 from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
-from shoal_replica.errors import NotFound, Unavailable
+from shoal_replica.errors import NotFound, Unavailable, shown
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -64,7 +64,7 @@ class Explainer:
                 if not explanation:
                     raise
         if not explanation:
-            raise NotFound(f"request_id: no routing decision is kept for {request_id!r}")
+            raise NotFound(f"request_id: no routing decision is kept for {shown(request_id)}")
         return explanation
 
     def told(self, request_id: str) -> tuple[str, bytes]:

@@ -1,7 +1,7 @@
 """Logs of gateway and replica: one line per event, as JSON or text, to standard error, which Ray keeps.
 
-Nothing that a client said is logged. An error in a request is logged by its type and stack, not by its message, which
-may quote the request.
+Of what a client said, only the names that a request gives are logged: its id, model and tenant. An error in a request
+is logged by its type and stack, not by its message, which may quote the request.
 """
 
 from __future__ import annotations

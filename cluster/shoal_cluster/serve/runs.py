@@ -28,6 +28,7 @@ from time import monotonic
 from shoal_cluster.serve.block_fetcher import BlockFetcher
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import BlockSource, Refused
+from shoal_cluster.serve.logs import error_fields, fields
 from shoal_cluster.serve.outcome import Outcome
 from shoal_replica.engine import Engine
 from shoal_replica.errors import EngineDead, InvalidArgument, ResourceExhausted, Unavailable
@@ -110,7 +111,8 @@ class Runs:
             run.ended.set_result(Outcome(refused=True, reason=str(error), field=error.field))
         except Exception as error:  # any error is this request's alone: its gateway's feed carries others
             if not isinstance(error, EngineDead):
-                _log.exception("the engine could not take request %s", request_id)
+                told = fields(request_id=request_id, **error_fields(error))
+                _log.error("the engine could not take a request", extra=told)
             run.ended.set_exception(error)
             run.ended.exception()  # counts as retrieved: the call raises it, if it comes
         else:

@@ -85,6 +85,8 @@ def _mooncake(lines: Iterable[str]) -> Iterator[SimRequest]:
     number_of: dict[float | str, int] = {}  # ids may be hashes
     for number, line in enumerate(line for line in lines if not line.isspace()):
         row: dict[str, Any] = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"got {row!r:.80}; must be an object")
         timestamp = row["timestamp"]
         if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
             raise ValueError(f"timestamp: got {timestamp!r:.80}; must be a finite number of milliseconds")

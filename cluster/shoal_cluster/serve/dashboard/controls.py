@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
+from pydantic import Strict
 from starlette.responses import JSONResponse
 
 from shoal_cluster.serve.admin import key_of_header
@@ -33,7 +34,7 @@ def controls_router(core: GatewayCore) -> APIRouter:
     @router.post("/tune")
     async def tune(
         request: Request,
-        changes: Annotated[dict[str, float], Body(embed=True)],
+        changes: Annotated[dict[str, Annotated[float, Strict()]], Body(embed=True)],
         reset: Annotated[bool, Body(embed=True)] = False,
     ) -> Response:
         """Change settings of the autoscaler in place. Answers with those in force."""

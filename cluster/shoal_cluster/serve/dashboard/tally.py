@@ -23,7 +23,7 @@ class Share:
 
 
 class Tally:
-    """Counts decisions as they are made, over the last ``NUM_COUNTED``."""
+    """Counts decisions, over the last ``NUM_COUNTED``, whenever somebody looks at them."""
 
     def __init__(self) -> None:
         self._counted: deque[tuple[str, int, int]] = deque(maxlen=NUM_COUNTED)

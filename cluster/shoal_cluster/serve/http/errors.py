@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from shoal_cluster.errors import INTERNAL, ErrorKind, ErrorReport, report_error
 from shoal_cluster.serve.logs import error_fields, fields
+from shoal_replica.errors import shown
 
 MESSAGES_PATH = "/v1/messages"  # and below it: the routes of Anthropic's API
-SHOWN = 80  # characters of a value that is refused
 _ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large"}
 
 _log = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ def invalid_body(error: RequestValidationError, alternatives: set[str]) -> Error
     same = [each for each, path in zip(errors, paths, strict=True) if path == field]
     words = (each["msg"].removeprefix("Value error, ") for each in same)
     limits = dict.fromkeys(line[0].lower() + line[1:] for line in words)
-    shown = "" if same[0]["type"] == "missing" else f"got {_shown(same[0].get('input'))}; "
-    return refusal(400, "invalid_value", f"{field}: {shown}{', or '.join(limits)}", field)
+    told = "" if same[0]["type"] == "missing" else f"got {shown(same[0].get('input'))}; "
+    return refusal(400, "invalid_value", f"{field}: {told}{', or '.join(limits)}", field)
 
 
 def http_error(error: HTTPException) -> ErrorReport:
@@ -89,8 +89,3 @@ def _path(location: Sequence[int | str], alternatives: set[str]) -> str:
     """``messages.0.content`` from pydantic's location."""
     parts = [str(part) for part in location[1:]] if location[:1] == ("body",) else [str(part) for part in location]
     return ".".join(part for part in parts if "[" not in part and part not in alternatives) or "body"
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"

@@ -50,13 +50,13 @@ class StructuredOutputs(Body):
     whitespace_pattern: Unsupported = None
 
     def structure(self) -> StructuredOutput | None:
-        given = [
-            *([] if self.json_form is None else [StructuredOutput.json_schema(self.json_form)]),
-            *([StructuredOutput.json_object()] if self.json_object else []),
-            *([] if self.regex is None else [StructuredOutput(REGEX, self.regex)]),
-            *([] if self.choice is None else [StructuredOutput.choice(self.choice)]),
-            *([] if self.grammar is None else [StructuredOutput(LARK, self.grammar)]),
-        ]
+        given = {
+            **({} if self.json_form is None else {"json": StructuredOutput.json_schema(self.json_form)}),
+            **({"json_object": StructuredOutput.json_object()} if self.json_object else {}),
+            **({} if self.regex is None else {"regex": StructuredOutput(REGEX, self.regex)}),
+            **({} if self.choice is None else {"choice": StructuredOutput.choice(self.choice)}),
+            **({} if self.grammar is None else {"grammar": StructuredOutput(LARK, self.grammar)}),
+        }
         if len(given) > 1:
-            raise InvalidArgument("structured_outputs", None, "must have one of json, regex, choice and grammar")
-        return given[0] if given else None
+            raise InvalidArgument("structured_outputs", [*given], "must have one of json, regex, choice and grammar")
+        return next(iter(given.values()), None)

@@ -100,7 +100,7 @@ class ResponsesRequest(RequestBody):
     n: Annotated[Any, only(1)] = None
     return_token_ids: Unsupported = None
     truncation: Annotated[Any, only("disabled")] = None
-    response_format: Unsupported = None
+    response_format: Annotated[Any, only()] = None
     prompt_logprobs: Annotated[Any, only()] = None  # 0 asks for some, too
     previous_response_id: Unsupported = None
     conversation: Unsupported = None

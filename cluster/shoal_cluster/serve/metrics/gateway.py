@@ -88,7 +88,8 @@ class GatewayMetrics:
             self.tally.inc(d.SEQUENCES, reason)
         if record.usage is not None:
             self.tally.inc(d.RESUMES, by=record.usage.num_resumes)
-            self.by_model.add(record.model, record.usage)  # what is not served has none
+            if outcome is not RequestOutcome.INVALID:  # a replica, too, may find that it is
+                self.by_model.add(record.model, record.usage)  # what is not served has none
         for leg in record.legs:
             if leg.end in HANDOVER_REASONS:
                 self.tally.inc(d.HANDOVERS, leg.end)

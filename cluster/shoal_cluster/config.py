@@ -112,6 +112,11 @@ class ReplicaSettings(Settings):
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def max_ongoing(self) -> int:
+        """Requests that a replica takes: those that run and those that wait there."""
+        return self.max_num_seqs + self.max_num_waiting
+
     def parallel_config(self) -> ParallelConfig:
         return ParallelConfig(
             device=self.device,

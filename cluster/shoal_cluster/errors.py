@@ -7,7 +7,8 @@ InvalidArgument    INVALID_ARGUMENT     400   invalid_request_error  invalid_val
 PromptTooLong      INVALID_ARGUMENT     400   invalid_request_error  context_length_exceeded  invalid_request_error
 Unauthenticated    UNAUTHENTICATED      401   invalid_request_error  invalid_api_key          authentication_error
 PermissionDenied   PERMISSION_DENIED    403   invalid_request_error  permission_denied        permission_error
-NotFound           NOT_FOUND            404   invalid_request_error  model_not_found          not_found_error
+NotFound           NOT_FOUND            404   invalid_request_error  not_found                not_found_error
+ModelNotFound      NOT_FOUND            404   invalid_request_error  model_not_found          not_found_error
 ResourceExhausted  RESOURCE_EXHAUSTED   429   rate_limit_error       rate_limit_exceeded      rate_limit_error
 DeadlineExceeded   DEADLINE_EXCEEDED    504   timeout_error          deadline_exceeded        timeout_error
 Unavailable        UNAVAILABLE          503   server_error           unavailable              overloaded_error
@@ -27,6 +28,7 @@ from shoal_replica.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidArgument,
+    ModelNotFound,
     NotFound,
     PermissionDenied,
     PromptTooLong,
@@ -81,8 +83,8 @@ ERROR_KINDS: dict[type[ShoalError], ErrorKind] = {
     PromptTooLong: ErrorKind("INVALID_ARGUMENT", 400, _INVALID, "context_length_exceeded", _INVALID),
     Unauthenticated: ErrorKind("UNAUTHENTICATED", 401, _INVALID, "invalid_api_key", "authentication_error"),
     PermissionDenied: ErrorKind("PERMISSION_DENIED", 403, _INVALID, "permission_denied", "permission_error"),
-    # Over HTTP, a model is the only thing that a client can name.
-    NotFound: ErrorKind("NOT_FOUND", 404, _INVALID, "model_not_found", "not_found_error"),
+    NotFound: ErrorKind("NOT_FOUND", 404, _INVALID, "not_found", "not_found_error"),
+    ModelNotFound: ErrorKind("NOT_FOUND", 404, _INVALID, "model_not_found", "not_found_error"),
     ResourceExhausted: ErrorKind(
         "RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"
     ),

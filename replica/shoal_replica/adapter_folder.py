@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from shoal_replica.adapter import NAME_PATTERN, RANK_UNIT, WEIGHTS_FILE, AdapterConfig, Factors
-from shoal_replica.errors import MAX_SHOWN_VALUE, ConfigError, NotFound
+from shoal_replica.errors import ConfigError, NotFound, shown
 from shoal_replica.model.parameters import parameters
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import whole_shard
@@ -101,8 +101,7 @@ def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
         raise ConfigError(f"adapters.{name}: peft_type in {CONFIG_FILE} is {kind!r}; only 'LORA' is supported")
     for key, value in raw.items():
         if key not in HARMLESS | {"peft_type"} and value not in (None, False, "none", [], {}):
-            shown = repr(value)[:MAX_SHOWN_VALUE]
-            raise ConfigError(f"adapters.{name}: {key} in {CONFIG_FILE} is {shown}, which is not supported")
+            raise ConfigError(f"adapters.{name}: {key} in {CONFIG_FILE} is {shown(value)}, which is not supported")
 
 
 def _read_shapes(name: str, path: Path) -> dict[str, tuple[int, ...]]:
@@ -178,8 +177,7 @@ def _scale(name: str, module: str, rank: int, raw: Mapping[str, Any]) -> float:
             break
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
         raise ConfigError(
-            f"adapters.{name}: lora_alpha in {CONFIG_FILE} is {str(alpha)[:MAX_SHOWN_VALUE]}; must be a number up to "
-            f"{MAX_ALPHA:g}"
+            f"adapters.{name}: lora_alpha in {CONFIG_FILE} is {shown(alpha)}; must be a number up to {MAX_ALPHA:g}"
         )
     return alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
 

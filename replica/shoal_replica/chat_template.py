@@ -79,7 +79,7 @@ class ChatTemplate:
         if end is PromptEnd.CONTINUED:
             messages = _marked(messages)
         if reserved := RESERVED & (options or {}).keys():
-            raise InvalidArgument("chat_template_kwargs", sorted(reserved), "cannot be set by a request")
+            raise InvalidArgument("template_options", sorted(reserved), "cannot be set by a request")
         template = self._for_tools if tools else self._template
         given = {"documents": None, **(options or {}), **self._special_tokens}
         given["add_generation_prompt"] = end is PromptEnd.ANSWER

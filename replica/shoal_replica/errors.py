@@ -76,6 +76,10 @@ class NotFound(ShoalError):
     """Something named in the request does not exist."""
 
 
+class ModelNotFound(NotFound):
+    """No such model is served. A type of its own: clients know it by its code."""
+
+
 class ResourceExhausted(ShoalError):
     """There is no room for the request now. ``retry_after_s`` is a hint, or None when waiting will not help."""
 

@@ -12,8 +12,8 @@ from types import FrameType
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Context in which a first SIGINT waits for the end: what is in progress leaves its books consistent. A second one
-    comes through at once. Nothing changes in threads other than the main one, which gets no signals, and where the
-    program has left SIGINT to the system.
+    comes through at once, in place of the first. Nothing changes in threads other than the main one, which gets no
+    signals, and where the program has left SIGINT to the system.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

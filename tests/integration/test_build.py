@@ -39,6 +39,11 @@ def test_a_folder_that_is_no_model(tmp_path: Path):
         build({"model": str(tmp_path)})
 
 
+def test_gateways_are_told_their_settings_at_each_start():
+    """Serve does not tell them that there are none where ``user_config`` is None."""
+    assert build({"model": DEMO_MODEL})._bound_deployment.user_config == {}
+
+
 def test_the_application_names_its_deployments():
     application = build({"model": DEMO_MODEL, "served_model_name": "sea"})
     assert application._bound_deployment.name == "Gateway"

@@ -238,7 +238,7 @@ def test_what_is_no_text_is_refused(arguments: list[str]) -> None:
 def test_figures_that_could_not_be_kept_are_not_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "engine", "--json", str(tmp_path / "nowhere" / "x.json")])
     assert result.exit_code == 1
-    assert "cannot be written (No such file or directory)" in result.stderr
+    assert "no such file can be written" in result.stderr
 
 
 def test_help_lists_everything_and_imports_nothing_heavy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -321,6 +322,38 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
         await clock.passes(1.0)
         await until(lambda: told(c=tmp_path / "soon").current.keys() == {"c"})
         assert await answers("") == expected[""]
+    finally:
+        await replica.close()
+        await engine.stop()
+
+
+async def test_a_version_is_known_by_its_contents_and_told_when_it_is_whole(folder, adapters, tmp_path, monkeypatch):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    for path in (source, copy):
+        shutil.copytree(adapters["one"], path, copy_function=shutil.copyfile)
+        os.utime(path / "adapter_config.json", (len(path.name), len(path.name)))
+    engine = await AsyncLLM.start(resolve_config(str(folder), num_blocks=64))
+    replica = ReplicaAdapters(engine.engine, engine.config)
+    try:
+        first = await replica._have("a", str(source))
+        assert (await replica._have("a", str(copy))).version == first.version, "as on another node"
+        assert replica._versions() == {first.version}
+        await engine.engine.adapters.unload(first.version)
+        load, seen = engine.engine.adapters.load, []
+
+        async def change_then_load(adapter):
+            os.utime(source / "adapter_config.json", (5, 5))
+            await load(adapter)
+            seen.append(replica._versions())
+
+        monkeypatch.setattr(engine.engine.adapters, "load", change_then_load)
+        with pytest.raises(ConfigError, match="have changed while they were read"):
+            await replica._have("a", str(source))
+        assert seen == [set()], "nobody is told before it is known to be whole"
+        assert first.version not in engine.engine.adapters.names
+        monkeypatch.undo()
+        assert (await replica._have("a", str(source))).version == first.version
+        assert replica._versions() == {first.version}
     finally:
         await replica.close()
         await engine.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tiny_models import FAMILIES, load_oracle, make_checkpoint, make_prompts, or
 from shoal_replica import LLM, AsyncLLM, SamplingParams
 from shoal_replica.build import resolve_config
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import num_reused_tokens
 
@@ -196,3 +198,32 @@ async def test_the_async_engine_ends_at_a_stop_string_as_the_offline_one_does(ti
     assert tokens == [output.token_ids for output in expected.outputs]
     assert reasons == [output.finish_reason for output in expected.outputs]
     assert reasons[0] is FinishReason.STOP
+
+
+@pytest.mark.parametrize("when", ["new_sequences", "moves_out"])
+def test_after_ctrl_c_an_llm_goes_on_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """It comes between a step's plan and its execution, which nobody could make good."""
+    folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path / "model"))
+    prompts = make_prompts([40] * 6)
+    sizes = {"num_blocks": 5, "num_host_blocks": 20, "max_model_len": 80, "num_speculative_tokens": 0}
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+
+    with LLM(str(folder), **sizes) as undisturbed:
+        expected = tokens(undisturbed)
+    with LLM(str(folder), **sizes) as llm:
+        execute, is_over = llm._executor.execute, False
+
+        def interrupted(step: SchedulerOutput) -> StepResult:
+            nonlocal is_over
+            if not is_over and getattr(step, when):
+                is_over = True
+                signal.raise_signal(signal.SIGINT)
+            return execute(step)
+
+        monkeypatch.setattr(llm._executor, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(llm)
+        assert tokens(llm) == expected
+        assert llm.stats().num_allocated_blocks == 0

@@ -315,18 +315,21 @@ for _ in range(100):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"template_options": DEEP}, "chat_template_kwargs: got 'dict'; must be nested at most 64 times"),
-        ({"template_options": {"a": "x" * 300_000}}, "chat_template_kwargs: got '3000.. characters'"),
-        ({"template_options": {"a": "\ud800"}}, "chat_template_kwargs: .*Unicode"),
+        ({"template_options": DEEP}, "template_options: got 'dict'; must be nested at most 64 times"),
+        ({"template_options": {"a": "x" * 300_000}}, "template_options: got '3000.. characters'"),
+        ({"template_options": {"a": "\ud800"}}, "template_options: .*Unicode"),
         (
             {"messages": (Message("assistant", "", (ToolCall("a", "f", json.dumps(DEEP)),)),)},
             "messages: .*arguments must be nested at most 64 times",
         ),
         (
             {"tools": ToolUse(TOOLS, REQUIRED), "params": {"ignore_eos": True}},
-            "ignore_eos: .*calls that must match their schemas: contradicts",
+            "ignore_eos: got True; contradicts .*, where calls must match their schemas",
         ),
-        ({"tools": ToolUse(TOOLS, REQUIRED), "params": {"beam_width": 2}}, "calls that must match their schemas"),
+        (
+            {"tools": ToolUse(TOOLS, REQUIRED), "params": {"beam_width": 2}},
+            "tools: got 'calls that must match their schemas'; .*beam",
+        ),
         (
             {"tools": ToolUse(TOOLS), "params": {"structured_output": StructuredOutput(REGEX, "a")}},
             "tools: .*cannot be called where the answer must match a regex",

@@ -46,12 +46,37 @@ def test_time_in_which_nobody_looked_makes_no_step_down(gap: str) -> None:
 
 
 def test_a_clock_that_is_set_forward_during_a_start_makes_it_no_longer() -> None:
-    world = World(num_running=1, target=1, startup_s=20.0)
+    world = World(now=10_000.0, num_running=1, target=1, startup_s=None)
     world.run(6.0, 10)
     assert world.state.pending_s
     world.now += 3600.0
-    world.run(6.0, 60)
-    assert world.state.startup_s is None or world.state.startup_s <= 20.0
+    world.run(6.0, 10)
+    world.num_running = world.target
+    world.look(6.0)
+    assert world.state.startup_s is not None
+    assert 10.0 < world.state.startup_s <= 20.0, "the hour is no part of it"
+
+
+def test_a_start_that_nobody_saw_end_teaches_nothing() -> None:
+    world = World(num_running=1, target=1, startup_s=None)
+    world.run(6.0, 10)
+    assert world.state.pending_s
+    world.num_running = world.target
+    world.look(6.0, 400.0)
+    assert world.state.startup_s is None
+
+
+def test_a_start_while_a_gateway_is_silent_takes_as_long_as_it_takes() -> None:
+    world = World(num_running=1, target=1, startup_s=None)
+    world.run(6.0, 10)
+    world.is_heard = False
+    world.run(6.0, 50)
+    world.is_heard = True
+    world.run(6.0, 2)
+    world.num_running = world.target
+    world.look(6.0)
+    assert world.state.startup_s is not None
+    assert world.state.startup_s > 50.0
 
 
 def times_s(state: ScaleState) -> list[float]:

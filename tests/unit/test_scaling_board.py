@@ -224,6 +224,13 @@ async def test_a_gateway_that_does_not_know_its_settings_yet_reports_none(board:
     await until(lambda: bool(board.reports()))
     assert board.reports()[0].base.max_replicas == 7
     await desk.close()
+    untold = ScalingDesk(board, ledger, 1, BASE)
+    untold.start()  # where Serve never does
+    await until(lambda: bool(board.reports()))
+    assert board.reports()[0].base == BASE
+    await untold.close()
+    untold.start()
+    assert board.reports() == []
     await ledger.close()
 
 

@@ -150,7 +150,7 @@ def test_tools_have_the_template_named_for_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_a_clients_options_leave_what_is_not_its_alone(tokenizer: Tokenizer, name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"chat_template_kwargs: got .*{name}.*cannot be set"):
+    with pytest.raises(InvalidArgument, match=f"template_options: got .*{name}.*cannot be set"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], options={name: 1})
 
 

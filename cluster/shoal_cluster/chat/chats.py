@@ -48,7 +48,7 @@ class Chats:
         end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
         """The text that the model goes on after. Raises InvalidArgument as ``Tokenizer.apply_chat_template`` does."""
-        json_text("chat_template_kwargs", dict(options or {}))
+        json_text("template_options", dict(options or {}))
         tools = () if use is None or not use.callable else use.tools
         if not self._knows_developers:
             messages = [replace(m, role=SYSTEM) if m.role == DEVELOPER else m for m in messages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,7 +108,5 @@ def engine(
 
 def _check_writable(path: Path) -> None:
     """Raise ConfigError, before a run of many minutes, if its figures could not be written."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"json: got {str(path)!r}; it cannot be written ({error.strerror})") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"json: got {str(path)!r}; no such file can be written")

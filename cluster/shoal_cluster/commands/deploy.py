@@ -63,7 +63,8 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
         raise ConfigError(f"{path}: deployments: got {deployments!r}; must be a list, each with a name")
     for deployment in deployments:
         is_gateway = isinstance(deployment, dict) and deployment.get("name") == GATEWAY
-        if is_gateway and deployment.get("user_config") is not None:
+        if is_gateway and "user_config" in deployment:  # null would not be told to gateways that run
+            deployment["user_config"] = deployment["user_config"] or {}
             told = UserConfig.from_dict(deployment["user_config"], config)
             if told.adapters:
                 deployment["user_config"]["adapters"] = dict(told.adapters)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_need import Load, measure, needs, predicted_ttft, replica_rate
-from shoal_cluster.policies.autoscaling_observe import observe, reporting
+from shoal_cluster.policies.autoscaling_observe import num_silent, observe, reporting
 from shoal_cluster.policies.autoscaling_reserve import remember_offered
 from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
@@ -129,11 +129,11 @@ def _down(
     """As few replicas as were enough for long enough, by load alone, and why not fewer."""
     target = view.num_target
     if state.seen_since_s is None:
-        num_silent = len(view.replicas) - len(reporting(view.replicas))
         if view.demand is None:
             return target, "hold: a gateway does not report"
-        who = f"{num_silent} of {len(view.replicas)} replicas" if num_silent else "the cluster"
-        return target, f"hold: {who} {'do' if num_silent > 1 else 'does'} not report"
+        count = num_silent(view.replicas)
+        who = f"{count} of {len(view.replicas)} replicas" if count else "the cluster"
+        return target, f"hold: {who} {'do' if count > 1 else 'does'} not report"
     peak = state.peak_need(now - delay_s, target)
     if 0 < target - peak < SMALL_STEP * target:
         delay_s *= SMALL_STEP_PATIENCE
@@ -200,7 +200,7 @@ def _terms(
         "num_shed": float(load.num_shed),
         **{f"needed_for_{name}": n for name, n in needed.items()},
         "needed_with_slack": float(num_careful),
-        "num_silent": float(len(view.replicas) - len(known)),
+        "num_silent": float(num_silent(view.replicas)),
         "startup_s": state.expected_startup_s,
     }
     if (ttft_s := predicted_ttft(load, state)) is not None and math.isfinite(ttft_s):

@@ -23,16 +23,19 @@ MAX_COMPUTE = 0.9  # cap on the measured share of the time that prompts take
 STARTUP_MEMORY = 0.5  # share of the estimate that remains after each new start
 
 
+def _told(row: ReplicaView) -> ReplicaStats | None:
+    """Stats of a replica that is heard and makes progress."""
+    return row.stats if row.connected and row.age_s <= MAX_AGE_S and not row.stalled else None
+
+
+def num_silent(replicas: Sequence[ReplicaView]) -> int:
+    """How many replicas are not heard, or make no progress."""
+    return sum(_told(row) is None for row in replicas)
+
+
 def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
     """Stats of replicas that are heard and make progress. One that drains adds no room, and its load is ending."""
-    return [
-        row.stats
-        for row in replicas
-        if row.stats is not None
-        and row.connected
-        and row.age_s <= MAX_AGE_S
-        and not (row.stalled or row.stats.draining)
-    ]
+    return [stats for row in replicas if (stats := _told(row)) is not None and not stats.draining]
 
 
 def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
@@ -45,10 +48,12 @@ def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
     known = reporting(view.replicas)
     if state.samples and now < state.samples[-1].time_s:
         state = _without_times(state, now)
-    elif state.samples and now - state.samples[-1].time_s > MAX_AGE_S:
-        state = replace(state, seen_since_s=None, pending_s=())
-    state = _note_starts(view, state, now)
-    is_blind = len(known) < len(view.replicas) or view.demand is None or (not known and view.num_target > 0)
+    gap_s = 0.0 if state.looked_s is None else now - state.looked_s
+    has_gap = gap_s > MAX_AGE_S
+    if has_gap:
+        state = replace(state, seen_since_s=None, pending_s=tuple(asked_s + gap_s for asked_s in state.pending_s))
+    state = _note_starts(view, replace(state, looked_s=now), now, learns=not has_gap)
+    is_blind = num_silent(view.replicas) > 0 or view.demand is None or (not known and view.num_target > 0)
     seen_since_s = None if is_blind else (now if state.seen_since_s is None else state.seen_since_s)
     state = replace(state, seen_since_s=seen_since_s, capacity=_capacity(known) or state.capacity)
     if view.demand is None or (state.samples and now - state.samples[-1].time_s < SAMPLE_PERIOD_S):
@@ -71,14 +76,17 @@ def _without_times(state: ScaleState, now: float) -> ScaleState:
     )
 
 
-def _note_starts(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
-    """Match replicas that have come up with those that were asked for, in the order of asking."""
+def _note_starts(view: ScaleView, state: ScaleState, now: float, learns: bool) -> ScaleState:
+    """Match replicas that have come up with those that were asked for, in the order of asking. It ``learns`` how long
+    they took if it saw when they came up.
+    """
     num_running = len(view.replicas)
     num_starting = max(0, view.num_target - num_running)
     pending, startup_s = list(state.pending_s), state.startup_s
     for _ in range(min(num_running - state.num_running, len(pending))):
         took_s = now - pending.pop(0)
-        startup_s = took_s if startup_s is None else STARTUP_MEMORY * startup_s + (1 - STARTUP_MEMORY) * took_s
+        if learns:
+            startup_s = took_s if startup_s is None else STARTUP_MEMORY * startup_s + (1 - STARTUP_MEMORY) * took_s
     pending = pending[:num_starting] + [now] * (num_starting - len(pending))
     return replace(state, pending_s=tuple(pending), startup_s=startup_s, num_running=num_running)
 

@@ -112,8 +112,9 @@ class ScaleState:
         held: as last learnt; None before that.
         needs: (time, replicas needed), each the most needed since its time, so the counts fall.
         offered: peaks of the load, as a number of full replicas, over the last ``burst_memory_s``.
+        looked_s: when the last decision was; None before the first.
         seen_since_s: since when every replica and gateway has reported without a break; None while one does not.
-        pending_s: when each replica that is starting was asked for, oldest first.
+        pending_s: when each replica that is starting was asked for, oldest first; as much later as nobody looked.
         startup_s: how long a start takes, as measured; None before the first.
         num_running: replicas that ran at the last look.
         last_down_s: when the count last went down, unless it has gone up since.
@@ -128,6 +129,7 @@ class ScaleState:
     held: Held | None = None
     needs: tuple[tuple[float, int], ...] = ()
     offered: Falling = ()
+    looked_s: float | None = None
     seen_since_s: float | None = None
     pending_s: tuple[float, ...] = ()
     startup_s: float | None = None

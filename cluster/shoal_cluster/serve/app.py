@@ -45,7 +45,7 @@ def build(args: dict[str, Any]) -> Application:
     replicas = serve.deployment(ReplicaServer).options(
         name="ReplicaServer",
         num_replicas=None,
-        max_ongoing_requests=replica.max_num_seqs + replica.max_num_waiting,
+        max_ongoing_requests=replica.max_ongoing,
         max_replicas_per_node=replica.max_replicas_per_node,
         graceful_shutdown_timeout_s=replica.drain_timeout_s,
         health_check_period_s=1,

@@ -38,8 +38,8 @@ logger = logging.getLogger("ray.serve")
 
 
 class BlockScaling:
-    """Callable policy. ``settings`` is a ScaleConfig as builtins, in force until a gateway is known to have its own:
-    meanwhile they start replicas, but stop none.
+    """Callable policy. ``settings`` is a ScaleConfig as builtins, in force until a gateway is known to have others.
+    Until one reports, they start replicas, but stop none.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -60,6 +60,7 @@ class BlockScaling:
         now = time.time()
         fresh = self._freshness.look({r.gateway_id: r.time_s for r in inbox.reports}, now, time.monotonic())
         reports = [r for r in inbox.reports if r.gateway_id in fresh]
+        self._is_told |= bool(reports)
         config = self._config(context, reports or inbox.reports, inbox.tuning)
         reserved = Counter[str]()
         for report in reports:
@@ -106,7 +107,7 @@ class BlockScaling:
         Demand that is old counts no more, but settings stay what they are until a gateway has others.
         """
         if reports:
-            self._base, self._is_told = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base, True
+            self._base = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base
         config, target = self._base, context.target_num_replicas
         if not self._is_told:
             config = replace(

@@ -86,10 +86,10 @@ class BlockFetcher:
         num_blocks = self._engine.blocks.num_missing(wanted)
         compute_s = self._compute_s(num_blocks)
         self._num_blocks += num_blocks
-        is_asked = False  # its turn may not come in time, which is not the source's fault
+        began_s, has_time = time.monotonic(), False
         try:
             async with asyncio.timeout(MOST_S), self._turn:
-                is_asked = True
+                has_time = time.monotonic() - began_s < MOST_S / 2  # else the turns before it are to blame, no source
                 async with asyncio.timeout(UNKNOWN_S if compute_s is None else max(LEAST_S, compute_s)):
                     await self._take(wanted, source)
         except Unavailable as error:
@@ -99,7 +99,7 @@ class BlockFetcher:
         except (OSError, EOFError, ValueError, TimeoutError, ShoalError) as error:
             told = str(error) or type(error).__name__
             logger.info("request %s: blocks could not be fetched: %s", request.request_id, told)
-            if is_asked:
+            if has_time:
                 self._failed[source.host, source.port] = time.monotonic()
         except Exception as error:
             where = fields(request_id=request.request_id, **error_fields(error))

@@ -61,11 +61,14 @@ from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.checkpoint import ensure_checkpoint
-from shoal_replica.errors import NotFound, shown
+from shoal_replica.errors import ModelNotFound, shown
 from shoal_replica.grammars import Grammars
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
 from shoal_replica.tokenizer import Tokenizer
+
+UNTOLD_S = 5.0
+"""Serve tells a gateway its ``user_config`` right after its start, but not where a document has null for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,14 +111,11 @@ class Gateway:
         self._watch = DeploymentWatch(serve_details, own.app_name, replicas.deployment_name, self._ledger.journal)
         loop = asyncio.get_running_loop()
         self._watch_task = loop.create_task(self._watch.run(), name="shoal-watch")
-        self._scaling = ScalingDesk(
-            ScalingBoard(own.app_name, RayStore()),
-            self._ledger,
-            self._settings.num_replicas,
-            config.scale_config(),
-        )
+        board = ScalingBoard(own.app_name, RayStore())
+        self._scaling = ScalingDesk(board, self._ledger, num_gateways, config.scale_config())
         patience_s = self._settings.placement_timeout_s
-        self._intake = Intake(self._requests, self._ledger, self._scaling, self._adapters, patience_s)
+        desk, watch = self._scaling, self._watch
+        self._intake = Intake(self._requests, self._ledger, desk, self._adapters, watch, patience_s, its.max_ongoing)
         self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
         self._after_calls = AfterCalls(log_call, *([self._tracer.take] if self._tracer is not None else ()))
         listeners = (self._scaling.meter.take, self._after_calls.take)
@@ -124,18 +124,18 @@ class Gateway:
         self._export_task = loop.create_task(export, name="shoal-metrics")
         hold = HoldConfig(objective=LatencyObjective(ttft_s=config.objective.ttft_s))
         limits = limits_of(config, hold)
-        desk, watch = self._scaling, self._watch
         self._dispatcher = Dispatcher(
             self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure
         )
         gateways = ServeGateways(own.app_name, own.deployment) if self._settings.num_replicas > 1 else None
         self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
         self._ingress = await Ingress.open(self, self._settings)
+        loop.call_later(UNTOLD_S, desk.start)
         gc.freeze()  # modules and tokenizer stay; a full collection that visits them would stall all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve passes ``user_config`` without replacing the gateway. Raises ConfigError, and then nothing changes; but
         Serve stops this gateway and starts others, which fail alike: so ``shoal deploy`` checks it first.
         """
@@ -164,7 +164,7 @@ class Gateway:
             timeout_s = limit_s if call.timeout_s is None else min(call.timeout_s, limit_s)
             self.check_model(call.model)
             adapter = "" if call.model == self._config.name else call.model
-            made = await self._intake.take(call, adapter, watch.times.arrived_s, timeout_s, self._max_model_len())
+            made = await self._intake.take(watch, adapter, timeout_s, self._max_model_len())
             its = self._config.replica
             query_of = partial(RouteQuery.for_request, block_size=its.block_size, is_caching=its.enable_prefix_caching)
             generation = Generation(
@@ -197,7 +197,7 @@ class Gateway:
         served = [self._config.name, *self._adapters.names]
         if name and name not in served:
             known = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
-            raise NotFound(f"model: {shown(name)} is not served here; {known}")
+            raise ModelNotFound(f"model: {shown(name)} is not served here; {known}")
 
     def model_card(self, name: str = "") -> ModelCard:
         self.check_model(name)

@@ -31,7 +31,7 @@ from shoal_cluster.serve.route_log import RouteLog
 from shoal_cluster.serve.sent import Follower, SentRequests
 from shoal_cluster.serve.shared_credit import SharedCredit
 from shoal_cluster.serve.view_tally import ViewTally
-from shoal_replica.errors import InvalidArgument, NotFound
+from shoal_replica.errors import InvalidArgument, NotFound, shown
 from shoal_replica.request import Request
 
 ANSWER_TIMEOUT_S = 3.0
@@ -207,7 +207,7 @@ class GatewayLedger:
         """
         feed = self._feeds.get(replica_id)
         if feed is None:
-            raise NotFound(f"replica_id: no replica {replica_id!r} is known")
+            raise NotFound(f"replica_id: no replica {shown(replica_id)} is known")
         return await feed.ask(question, ANSWER_TIMEOUT_S, body)
 
     def start_report(self, replica_id: str) -> str:

@@ -163,16 +163,16 @@ class ReplicaAdapters:
         if (leaving := self._leaving.get(version)) is not None:
             leaving.cancel()
             await asyncio.wait([leaving])
+        if version in self._unproven & self._engine.adapters.names:  # a try that was broken off
+            await self._engine.adapters.unload(version)
         if version not in self._engine.adapters.names:
             await asyncio.to_thread(self._check_memory, adapter)
             self._unproven.add(version)
-            try:
-                await self._engine.adapters.load(adapter)
-                if await asyncio.to_thread(_stamp, folder) != stamp:  # it may be of both versions, and is never told
-                    await self._engine.adapters.unload(version)
-                    raise ConfigError(f"adapters.{name}: its files have changed while they were read")
-            finally:
-                self._unproven.discard(version)
+            await self._engine.adapters.load(adapter)
+            if await asyncio.to_thread(_stamp, folder) != stamp:  # it may be of both versions, and is never told
+                await self._engine.adapters.unload(version)
+                raise ConfigError(f"adapters.{name}: its files have changed while they were read")
+            self._unproven.discard(version)
             logger.info("an adapter is loaded", extra=fields(adapter=version))
         return _Loaded(version, source, folder, stamp)
 

@@ -44,8 +44,9 @@ def _enforced(params: SamplingParams, structure: StructuredOutput | None) -> Sam
     try:
         return replace(params, structured_output=structure)
     except InvalidArgument as error:
-        where = "tools" if error.field == FIELD else error.field
-        raise InvalidArgument(where, None, f"calls that must match their schemas: {error.limit}") from None
+        if error.field == FIELD:
+            raise InvalidArgument("tools", "calls that must match their schemas", error.limit) from None
+        raise InvalidArgument.retold(error.field, f"{error}, where calls must match their schemas") from None
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

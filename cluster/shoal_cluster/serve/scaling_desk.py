@@ -60,7 +60,8 @@ class DemandMeter:
 
 class ScalingDesk:
     """Exchanges news with the scaling board once per PERIOD_S, and at once when a request is held for lack of replicas.
-    It begins when it is first told the deployment's settings (``rebase``): what it reports is in force at once.
+    It begins when it is first told the deployment's settings (``rebase``), or by ``start``: what it reports is in force
+    at once.
 
     Args:
         num_gateways: how many gateways report.
@@ -82,6 +83,7 @@ class ScalingDesk:
         self._meeting = asyncio.Lock()  # what an exchange reads must not undo a change made meanwhile
         self._thread = ThreadPoolExecutor(1, "shoal-scaling")  # its own: news is late where it waits for other work
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def row(self) -> ScalingRow:
         """Settings and decisions, as of the last exchange: at most PERIOD_S old while Ray's head answers."""
@@ -124,7 +126,11 @@ class ScalingDesk:
         if base != self._base:
             self._base, self._base_since_s, self._changes = base, time.time(), {}
             self._hurry.set()
-        if self._task is None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin, if it has not yet and is not closed, with the settings that there are."""
+        if self._task is None and not self._is_closed:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="shoal-scaling")
 
     async def tune(self, changes: Mapping[str, float], *, reset: bool) -> ScalingRow:
@@ -161,6 +167,7 @@ class ScalingDesk:
 
     async def close(self) -> None:
         """Stop reporting, and remove this gateway's report."""
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

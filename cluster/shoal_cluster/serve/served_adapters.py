@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -53,8 +53,13 @@ class ServedAdapters:
         return (*self._deployed, *self._wanted)
 
     def is_known(self, name: str) -> bool:
-        """Whether some replica has loaded an adapter."""
+        """Whether replicas have an adapter from their start, or one has told that it has loaded it."""
         return name in self._deployed or name in self._current
+
+    def check(self, name: str) -> None:
+        """Raise Unavailable if a replica could not load an adapter and none has it, or if it is wanted no longer."""
+        if not self.is_known(name) and (name in self._failures or name not in self._wanted):
+            self.version(name)
 
     def version(self, name: str) -> str:
         """What replicas call an adapter.
@@ -68,20 +73,6 @@ class ServedAdapters:
             why = self._failures.get(name)
             raise Unavailable(f"adapter {name!r} is not loaded yet" + (f": {why}" if why else ""))
         return version
-
-    async def until_known(self, name: str, patience_s: float, is_growing: Callable[[], bool]) -> str:
-        """``version``, once some replica has loaded it. Waits for ``patience_s``, and on while replicas start.
-
-        Raises:
-            Unavailable: it has not been loaded by then, or cannot be.
-        """
-        loop = asyncio.get_running_loop()
-        ends_s = loop.time() + patience_s
-        while not (self.is_known(name) or name in self._failures):
-            if loop.time() >= ends_s and not is_growing():
-                break
-            await asyncio.sleep(WAIT_S)
-        return self.version(name)
 
     def num_replicas(self, name: str) -> int:
         """How many replicas have an adapter of that name; "" is the model alone."""

@@ -988,7 +988,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
             {"messages": HI, "structured_outputs": {"regex": "a", "grammar": "start: A"}},
             400,
             "structured_outputs",
-            "one of json, regex, choice and grammar",
+            "one of json, json_object, regex, choice and grammar",
         ),
         (
             CHAT,

@@ -84,10 +84,14 @@ class TextPart(Body):
         return self.text or self.refusal
 
 
+WORDS = {"template_options": "chat_template_kwargs"}
+"""Fields of calls, as all bodies have them."""
+
+
 def renamed(error: Exception, words: Mapping[str, str]) -> Exception:
-    """``error`` with the field that a body has for it, by the field's name in calls."""
-    if isinstance(error, InvalidArgument) and error.field in words:
-        return error.renamed(words[error.field])
+    """``error`` with the field that a body has for it, by the field's name in calls: ``WORDS``, and ``words``."""
+    if isinstance(error, InvalidArgument) and (word := words.get(error.field) or WORDS.get(error.field)):
+        return error.renamed(word)
     return error
 
 

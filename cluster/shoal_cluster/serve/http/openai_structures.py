@@ -58,5 +58,6 @@ class StructuredOutputs(Body):
             **({} if self.grammar is None else {"grammar": StructuredOutput(LARK, self.grammar)}),
         }
         if len(given) > 1:
-            raise InvalidArgument("structured_outputs", [*given], "must have one of json, regex, choice and grammar")
+            limit = "must have one of json, json_object, regex, choice and grammar"
+            raise InvalidArgument("structured_outputs", [*given], limit)
         return next(iter(given.values()), None)

@@ -19,6 +19,7 @@ from shoal_cluster.serve.http.fields import (
     TextOrNull,
     Unsupported,
     instead_of_null,
+    renamed,
 )
 from shoal_cluster.serve.http.messages_types import Conversation
 from shoal_cluster.serve.http.openai_chat import ChatTurn, prompt_end
@@ -49,6 +50,8 @@ class TokenizeBody(Body):
             raise InvalidArgument("prompt", given, "one of prompt and messages must be set")
         if self.messages is None:
             return Prompt(self.prompt)
+        if not self.messages:
+            raise InvalidArgument("messages", [], "must have at least one message")
         messages = tuple(turn.to_message(position) for position, turn in enumerate(self.messages))
         end = prompt_end(self.add_generation_prompt, self.continue_final_message)
         return Prompt(None, messages, tool_use(self.tools, None, None), self.chat_template_kwargs or {}, end)
@@ -71,7 +74,7 @@ def tokens_router(core: GatewayCore) -> APIRouter:
             max_model_len, asked = core.model_card(body.model).max_model_len, body.to_prompt()
             return _json(await in_turn(_tokenized, core, body, asked, max_model_len))
         except Exception as error:
-            return error_response(error, request.state.request_id)
+            return error_response(renamed(error, {}), request.state.request_id)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:

@@ -200,6 +200,7 @@ async def test_the_async_engine_ends_at_a_stop_string_as_the_offline_one_does(ti
     assert reasons[0] is FinishReason.STOP
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("when", ["new_sequences", "moves_out"])
 def test_after_ctrl_c_an_llm_goes_on_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """It comes between a step's plan and its execution, which nobody could make good."""

@@ -74,7 +74,7 @@ def test_scales_are_pefts(tmp_path: Path, changes: dict[str, Any], scales: tuple
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"an_option_of_2028": 1}, "an_option_of_2028 in adapter_config.json is 1, which is not supported"),
-        ({"lora_alpha": "eight"}, "lora_alpha in adapter_config.json is eight; must be a number up to 1e"),
+        ({"lora_alpha": "eight"}, "lora_alpha in adapter_config.json is 'eight'; must be a number up to 1e"),
         ({"lora_alpha": None}, "lora_alpha in adapter_config.json is None"),
         ({"lora_alpha": 10**400}, "lora_alpha in adapter_config.json is 1000.*; must be a number up to"),
         ({"lora_alpha": 1e39}, "must be a number up to"),

@@ -9,6 +9,8 @@ import pytest
 
 from shoal_replica.interrupts import uninterrupted
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 
 def step(num_signals: int, done: list[str], error: Exception | None = None) -> None:
     with uninterrupted():

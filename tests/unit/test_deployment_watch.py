@@ -66,6 +66,8 @@ def test_a_deployment_that_fails_to_start_says_why() -> None:
     for trigger in ("HEALTH_CHECK_FAILED", "AUTOSCALING"):  # Serve replaces it, or a first one may still come
         assert replace(row, trigger=trigger).start_failure == ""
     assert replace(row, message="Error:\n\nOSError: no such file\n").start_failure == "OSError: no such file"
+    lost = "ray.exceptions.ActorDiedError: ...\nThe actor never ran - it was cancelled before it started running."
+    assert replace(row, message=lost).start_failure == "", "its node was lost: the next one may start"
 
 
 def test_starts_that_fail_beside_a_replica_that_runs_are_no_start_failure() -> None:

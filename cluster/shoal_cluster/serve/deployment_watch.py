@@ -19,6 +19,7 @@ from shoal_replica.errors import Unavailable
 PERIOD_S = 2.0
 ANSWER_TIMEOUT_S = 10.0
 START_FAILURES = ("REPLICA_STARTUP_FAILED", "DEPLOYMENT_ACTOR_FAILED")
+NEVER_RAN = "The actor never ran"  # what Ray says where a node was lost before the actor began: the next one may
 OUR_ERROR = re.compile(r"^shoal_replica\.errors\.\w+: ")
 
 logger = logging.getLogger(__name__)
@@ -57,14 +58,16 @@ class DeploymentRow:
     @property
     def start_failure(self) -> str:
         """Why no replica comes up. Empty until so many starts in a row have failed that Serve reports it, and while a
-        replica runs: Serve reports a failing scale-up too, which does not affect the replicas that are there.
+        replica runs: Serve reports a failing scale-up too, which does not affect the replicas that are there. Nor is it
+        a reason that a node was lost meanwhile.
 
         Of a version that has never run, Serve then starts no more replicas until it is deployed anew or more are
         wanted; of any other it keeps trying.
         """
         if self.trigger not in START_FAILURES or self.num_in("RUNNING"):
             return ""
-        return error_line([self.message])
+        line = error_line([self.message])
+        return "" if line.startswith(NEVER_RAN) else line
 
     def num_in(self, *states: str) -> int:
         """Number of replicas in any of ``states``."""

@@ -233,6 +233,9 @@ def test_until_a_gateway_has_reported_no_replica_is_stopped(controller: Controll
     controller.link.meet()
     assert controller.ask(target=15) == 15
     assert controller.ask(target=0) == 1, "but started"
+    controller.board.put_tuning(Tuning(BASE, {"min_replicas": 4}))
+    controller.link.meet()
+    assert controller.ask(target=2) == 4, "by what was tuned, too"
     controller.report()
     assert controller.ask(target=15) == 9
 

@@ -10,6 +10,7 @@ from fixtures.cluster_views import make_row, make_stats
 from fixtures.scaled_world import CONFIG, PACE, World, terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from shoal_cluster.policies.autoscaling import desired_replicas
 from shoal_cluster.policies.autoscaling_config import Schedule
@@ -191,6 +192,21 @@ def test_survivors_must_hold_what_all_hold_now() -> None:
         if now < 29:
             state = replace(decision.state, last_down_s=None)
     assert decision.num_replicas == 3
+
+
+def test_survivors_must_hold_what_a_replica_that_drains_still_holds() -> None:
+    """It reports, so it puts off no step down; but its answers go to the others, which have no room for them."""
+    config = replace(CONFIG, downscale_delay_s=5.0)
+    for num_free_blocks, expected in ((10, 3), (100, 1)):
+        drains = structs.replace(make_stats(num_free_blocks=num_free_blocks, num_running=1), draining=True)
+        others = make_stats(num_free_blocks=90)
+        rows = tuple(make_row(f"r{i}", stats=drains if i == 0 else others) for i in range(3))
+        state = ScaleState()
+        for now in range(40):
+            view = ScaleView(replicas=rows, num_target=3, demand=Demand(num_requests=now // 10))
+            decision = desired_replicas(view, state, config, float(now))
+            state = replace(decision.state, last_down_s=None)
+        assert decision.num_replicas == expected, decision.reason
 
 
 def test_idle_goes_to_zero_one_by_one_only_if_allowed() -> None:

@@ -45,10 +45,16 @@ def test_time_in_which_nobody_looked_makes_no_step_down(gap: str) -> None:
     assert world.target < before
 
 
-def test_a_clock_that_is_set_forward_during_a_start_makes_it_no_longer() -> None:
+def starting() -> World:
+    """A world in which replicas have been asked for that have not come up yet."""
     world = World(now=10_000.0, num_running=1, target=1, startup_s=None)
     world.run(6.0, 10)
     assert world.state.pending_s
+    return world
+
+
+def test_a_clock_that_is_set_forward_during_a_start_makes_it_no_longer() -> None:
+    world = starting()
     world.now += 3600.0
     world.run(6.0, 10)
     world.num_running = world.target
@@ -58,9 +64,7 @@ def test_a_clock_that_is_set_forward_during_a_start_makes_it_no_longer() -> None
 
 
 def test_a_start_that_nobody_saw_end_teaches_nothing() -> None:
-    world = World(num_running=1, target=1, startup_s=None)
-    world.run(6.0, 10)
-    assert world.state.pending_s
+    world = starting()
     world.num_running = world.target
     world.look(6.0, 400.0)
     assert world.state.startup_s is None
@@ -101,9 +105,7 @@ def test_a_clock_that_goes_back_does_not_put_off_the_next_step_down() -> None:
 
 
 def test_a_clock_that_goes_back_during_a_start_makes_it_no_shorter_than_nothing() -> None:
-    world = World(now=10_000.0, num_running=1, target=1, startup_s=None)
-    world.run(6.0, 10)
-    assert world.state.pending_s
+    world = starting()
     world.now -= 3600.0
     world.run(6.0, 5)
     world.num_running = world.target

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from fixtures.cluster_views import make_stats
 from fixtures.memory_store import MemoryStore
-from fixtures.waiting import until
+from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_view import Demand
@@ -135,12 +135,25 @@ async def test_where_replicas_are_it_only_waits(setup: Setup) -> None:
 
 async def test_patience_begins_anew_while_replicas_start(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one that is up has to load the adapter."""
-    is_growing = True
-    monkeypatch.setattr(setup.desk, "is_growing", lambda: is_growing)
-    call = asyncio.create_task(setup.take("x"))
-    await asyncio.sleep(2 * PATIENCE_S)
+    num_looks, is_growing = 0, True
+
+    def look() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return is_growing
+
+    async def looks(count: int) -> None:
+        seen = num_looks
+        await until(lambda: num_looks >= seen + count)
+
+    monkeypatch.setattr(setup.desk, "is_growing", look)
+    setup.intake._patience_s = 0.0
+    call = asyncio.create_task(setup.take("x", timeout_s=DEADLINE_S))
+    await looks(3)  # its patience at the beginning is over
+    setup.intake._patience_s = DEADLINE_S
+    await looks(2)
     is_growing = False
-    await asyncio.sleep(PATIENCE_S / 3)
+    await looks(2)
     setup.load("x@1")
     assert await call == "x@1"
 

@@ -218,8 +218,7 @@ async def test_a_gateway_that_does_not_know_its_settings_yet_reports_none(board:
     """Serve tells them after it has made the gateway: until then those of ``args`` would be in force."""
     ledger = GatewayLedger("g", RouteWeights())
     desk = ScalingDesk(board, ledger, 1, BASE)
-    await asyncio.sleep(0.05)
-    assert board.reports() == []
+    assert desk._task is None
     desk.rebase(replace(BASE, max_replicas=7))
     await until(lambda: bool(board.reports()))
     assert board.reports()[0].base.max_replicas == 7
@@ -259,7 +258,7 @@ async def test_a_report_on_its_way_does_not_outlive_its_gateway(store: MemorySto
     desk.rebase(BASE)
     await until(is_on_its_way.is_set)
     closing = asyncio.create_task(desk.close())
-    await asyncio.sleep(0.05)
+    await until(lambda: desk._thread._work_queue.qsize() > 0)  # its report is to be dropped
     may_arrive.set()
     await closing
     assert store.values == {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_need import Load, measure, needs, predicted_ttft, replica_rate
-from shoal_cluster.policies.autoscaling_observe import num_silent, observe, reporting
+from shoal_cluster.policies.autoscaling_observe import num_silent, observe, reporting, told
 from shoal_cluster.policies.autoscaling_reserve import remember_offered
 from shoal_cluster.policies.autoscaling_state import ScaleDecision, ScaleState
 from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
@@ -152,18 +152,20 @@ def _down(
 
 
 def _survivors(view: ScaleView, config: ScaleConfig) -> int:
-    """The least number of the smallest replicas that could carry all that the present ones hold and have waiting."""
-    known = reporting(view.replicas)
-    num_blocks = sum(s.num_allocated_blocks + s.num_waiting_tokens / s.block_size for s in known)
-    num_sequences = sum(s.num_running + s.num_waiting for s in known)
+    """The least number of the smallest replicas that could carry all that the present ones hold and have waiting. What
+    one that drains holds goes to the others; if these could not carry all, none can be spared.
+    """
+    held = [stats for row in view.replicas if (stats := told(row)) is not None]
+    num_blocks = sum(s.num_allocated_blocks + s.num_waiting_tokens / s.block_size for s in held)
+    num_sequences = sum(s.num_running + s.num_waiting for s in held)
     blocks, seqs = 0.0, 0.0
-    by_size = sorted(known, key=lambda s: (s.num_total_blocks, s.max_num_seqs))
+    by_size = sorted(reporting(view.replicas), key=lambda s: (s.num_total_blocks, s.max_num_seqs))
     for count, stats in enumerate(by_size):
         if num_blocks <= blocks and num_sequences <= seqs:
             return count
         blocks += config.target_utilization * stats.num_total_blocks
         seqs += config.target_utilization * stats.max_num_seqs
-    return len(known)
+    return len(by_size) if num_blocks <= blocks and num_sequences <= seqs else len(view.replicas)
 
 
 def _remember(state: ScaleState, before: int, by_load: int, after: int, delay_s: float, now: float) -> ScaleState:

@@ -23,19 +23,19 @@ MAX_COMPUTE = 0.9  # cap on the measured share of the time that prompts take
 STARTUP_MEMORY = 0.5  # share of the estimate that remains after each new start
 
 
-def _told(row: ReplicaView) -> ReplicaStats | None:
-    """Stats of a replica that is heard and makes progress."""
+def told(row: ReplicaView) -> ReplicaStats | None:
+    """Stats of a replica that is heard and makes progress, None of others."""
     return row.stats if row.connected and row.age_s <= MAX_AGE_S and not row.stalled else None
 
 
 def num_silent(replicas: Sequence[ReplicaView]) -> int:
     """How many replicas are not heard, or make no progress."""
-    return sum(_told(row) is None for row in replicas)
+    return sum(told(row) is None for row in replicas)
 
 
 def reporting(replicas: Sequence[ReplicaView]) -> list[ReplicaStats]:
     """Stats of replicas that are heard and make progress. One that drains adds no room, and its load is ending."""
-    return [stats for row in replicas if (stats := _told(row)) is not None and not stats.draining]
+    return [stats for row in replicas if (stats := told(row)) is not None and not stats.draining]
 
 
 def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:

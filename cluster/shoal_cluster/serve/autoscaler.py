@@ -109,12 +109,11 @@ class BlockScaling:
         if reports:
             self._base = max(reports, key=lambda r: (r.base_since_s, r.time_s)).base
         config, target = self._base, context.target_num_replicas
-        if not self._is_told:
-            config = replace(
-                config, min_replicas=max(config.min_replicas, target), max_replicas=max(config.max_replicas, target)
-            )
         if tuning is not None:
             config = tuning.on(config)
+        if not self._is_told:
+            least, most = max(config.min_replicas, target), max(config.max_replicas, target)
+            config = replace(config, min_replicas=least, max_replicas=most)
         share = context.capacity_adjusted_max_replicas / context.config.max_replicas
         if share < 1:
             high = max(1, math.ceil(config.max_replicas * share))

@@ -107,6 +107,8 @@ async def test_a_gateway_that_stops_ends_what_it_still_takes_in(setup: Setup) ->
     await until(lambda: setup.desk.meter.demand.num_held == 1)
     assert setup.watch.fail is not None
     setup.watch.fail(Unavailable("this gateway has stopped"))
+    await asyncio.sleep(0)
+    setup.watch.fail(Unavailable("too late"))  # it is ending already
     with pytest.raises(Unavailable, match="has stopped"):
         await call
     assert setup.watch.fail is None

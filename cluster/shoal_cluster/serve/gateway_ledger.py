@@ -131,9 +131,8 @@ class GatewayLedger:
     def commit(self, dispatch: Dispatch) -> None:
         """A held request's turn has come: reserve its blocks where it goes and keep the record."""
         query = dispatch.pending.query
-        record = RouteRecord(
-            time.time(), query, dispatch.candidates, self.weights, dispatch.seed, dispatch.decision, dispatch.rule
-        )
+        inputs = dispatch.candidates, self.weights, dispatch.seed, dispatch.decision, dispatch.rule
+        record = RouteRecord(time.time(), query, *inputs)
         if query.request_id in self._followers:
             self._sent.records[query.request_id] = record
             if dispatch.look is not None:
@@ -239,7 +238,8 @@ class GatewayLedger:
         """Return when a replica has joined, left, connected or been lost, or after ``timeout_s``."""
         self._changed.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def check_health(self) -> None:
         """Raise if a feed is no longer followed."""

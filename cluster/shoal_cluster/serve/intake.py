@@ -64,8 +64,9 @@ class Intake:
 
                 def fail(error: BaseException) -> None:
                     nonlocal failure
-                    failure = error
-                    limit.reschedule(asyncio.get_running_loop().time())
+                    if not limit.expired():  # else it is ending
+                        failure = error
+                        limit.reschedule(asyncio.get_running_loop().time())
 
                 watch.fail = fail
                 made = await self._requests.make(call, arrived_s, max_model_len)

@@ -17,6 +17,7 @@ from shoal_replica.errors import ConfigError
 MAX_PORT = 65_535
 TENANT_PATTERN = r"[\x21-\x7e]{1,64}"
 KEY_PATTERN = r"[\x21-\x7e]+"  # it travels in a header
+ADMIN_KEY_PATTERN = rf"{KEY_PATTERN}( +{KEY_PATTERN})*"
 ADMIN = "admin"  # the tenant whose key is the admin key
 ADMIN_KEY_VARIABLE, API_KEYS_VARIABLE = "SHOAL_ADMIN_KEY", "SHOAL_API_KEYS"
 
@@ -116,6 +117,8 @@ def checked_keys(where: str, keys: dict[str, str], admin_key: str | None) -> dic
             raise ConfigError(f"{where}: got the tenant {tenant!r}; must match {TENANT_PATTERN} and not be {ADMIN!r}")
         if not re.fullmatch(KEY_PATTERN, key):
             raise ConfigError(f"{where}: the key of {tenant!r} must be printable ASCII without spaces")
+    if admin_key is not None and not re.fullmatch(ADMIN_KEY_PATTERN, admin_key):
+        raise ConfigError("admin_key: must be printable ASCII without spaces at its ends, for it travels in a header")
     given = [*keys.values(), *([] if admin_key is None else [admin_key])]
     if len(set(given)) < len(given):
         raise ConfigError(f"{where}: two tenants have the same key, or one has the admin key")

@@ -234,6 +234,8 @@ def test_without_keys_everybody_may_call() -> None:
         ({"api_keys": {"a b": "x"}}, "api_keys: got the tenant 'a b'; must match"),
         ({"api_keys": {"admin": "x"}}, "api_keys: got the tenant 'admin'"),
         ({"api_keys": {"a": 123456}}, "gateway.api_keys.a: got a secret; input should be a valid string"),
+        ({"admin_key": " x"}, "admin_key: must be printable ASCII without spaces at its ends"),
+        ({"admin_key": "schl\u00fcssel"}, "admin_key: must be printable ASCII without spaces at its ends"),
         ({"api_keys": "x y"}, "gateway.api_keys: got a secret; input should be"),
         ({"tls_cert": "x"}, "tls_cert and tls_key must be given together"),
     ],

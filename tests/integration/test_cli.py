@@ -84,7 +84,7 @@ def test_status_shows_ledgers_and_sums(address: str) -> None:
     assert "first token, last 3 requests: p50 0.20 s, p99 0.40 s" in result.stdout
     lines = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.strip()}
     assert lines["r0"][1:9] == ["ready", "30", "20", "70", "100", "30%", "3", "2"]
-    assert lines["r1"][1:3] == ["lost", "-"]
+    assert lines["r1"][1:3] == ["silent", "-"]
     assert lines["cluster"][1:7] == ["30", "20", "70", "100", "30%", "3"]
 
 

@@ -23,7 +23,7 @@ DRAINING = structs.replace(STATS, draining=True)
         (ReplicaRow(replica_id="one", stats=STATS, connected=True, role="decode"), "ready, decode"),
         (ReplicaRow(replica_id="one", stats=STATS, connected=True, stalled=True, slowness=4.0), "stalled"),
         (ReplicaRow(replica_id="one", stats=DRAINING, connected=True, stalled=True), "draining"),
-        (ReplicaRow(replica_id="one", stats=STATS, stalled=True), "lost"),
+        (ReplicaRow(replica_id="one", stats=STATS, stalled=True), "not connected"),
         (ReplicaRow(replica_id="one", connected=True), "silent"),
     ],
 )

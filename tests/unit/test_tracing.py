@@ -125,6 +125,14 @@ def test_a_call_that_got_nowhere_has_an_end_and_an_error(collector: Collector) -
     assert {s.name for s in collector.trace(roots["b"].trace_id.hex())} == {"generate", "admit", "route"}
 
 
+def test_a_refused_placement_ends_where_the_next_begins(collector: Collector) -> None:
+    refused = LegTimes(100.25, "a", ended_s=100.5, end="refused")
+    send(collector, replace(RESUMED, legs=(refused, RESUMED.legs[1])))
+    routes = [span for span in collector.trace(PARENT.trace_id) if span.name == "route"]
+    times = [(seconds(span.start_time_unix_nano), seconds(span.end_time_unix_nano)) for span in routes]
+    assert sorted(times) == [(0.25, 0.5), (1.75, 2.0)]
+
+
 def test_the_caller_decides_what_is_sampled_and_the_share_decides_the_rest(collector: Collector) -> None:
     untraced = replace(RESUMED, trace=None)
     unsampled = replace(RESUMED, trace=replace(PARENT, sampled=False))

@@ -21,7 +21,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal_cluster.bench.wire_client import WireClient
-from shoal_cluster.commands.deploy import deploy, read_config
+from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay, free_ports
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.call import GenerateCall
@@ -144,7 +144,8 @@ def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> It
         ConfigError, NotFound, Unavailable: the YAML is wrong, or an arm does not come up.
     """
     document, _ = read_config(load.path)
-    args = document["applications"][0]["args"]
+    args = arguments_of(document)
+    assert args is not None  # or the file would have been refused
     args["scaling"] = {"min_replicas": 1, "max_replicas": 1}
     grpc_address, http_address = (f"127.0.0.1:{port}" for port in free_ports(2))
     args["gateway"] = {**args.get("gateway", {}), "grpc_address": grpc_address, "http_address": http_address}

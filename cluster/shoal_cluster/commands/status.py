@@ -153,15 +153,12 @@ def _table(cluster: ClusterRow) -> Table:
 
 
 def _state(row: ReplicaRow) -> str:
-    if not row.connected:
-        return "lost"
-    if row.stats is None:
-        return "silent"
-    if row.stats.draining:
-        return "draining"
-    if row.stalled:
-        return "stalled"
-    pace = "ready" if row.slowness <= 1 else f"slow x{row.slowness:g}"
+    from shoal_cluster.serve.replica_state import State, state_of
+
+    state = state_of(row)
+    if state is not State.READY:
+        return state
+    pace = state if row.slowness <= 1 else f"slow x{row.slowness:g}"
     return f"{pace}, {row.role}" if row.role else pace
 
 

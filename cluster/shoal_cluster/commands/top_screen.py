@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shoal_cluster.policies.ranking import MAX_AGE_S
 from shoal_cluster.serve.dashboard.history import Sample
-from shoal_cluster.serve.dashboard.roster import State
+from shoal_cluster.serve.replica_state import State
 from shoal_cluster.serve.dashboard.update import Blocks, Replica, Update
 
 STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow", "silent": "dim"}

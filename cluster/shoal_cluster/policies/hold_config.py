@@ -13,7 +13,8 @@ class HoldConfig:
     """How requests are held.
 
     Attributes:
-        objective: when a first token is due. Only the order depends on it.
+        objective: when a first token is due. It decides the order, how long a request waits for replicas of one role,
+            and whom ``shed_late`` refuses.
         prefill: how long prompts take, until a replica has measured it.
         max_steps_ahead: a replica is sent a request when the prompt tokens that it computes first fill at most this
             many of its steps; short prompts go sooner (``StepsAhead``). One step keeps it busy while news travels; more

@@ -33,7 +33,9 @@ class LegTimes:
         queue_s, prefill_s: how long it waited there for its first step, and from then for its first token, by the
             replica's own clock.
         first_token_s, last_token_s: of the tokens that went on to the client.
-        end: why it did not finish there: one of ``HANDOVER_REASONS``, refused or lost; empty if it did, or still runs.
+        ended_s: when it was over there, however it ended.
+        end: why it did not finish there: one of ``HANDOVER_REASONS``, refused or lost; empty if it did, still runs, or
+            ended with the call.
     """
 
     placed_s: float
@@ -43,6 +45,7 @@ class LegTimes:
     prefill_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    ended_s: float | None = None
     end: str = ""
 
     def take(self, start: StartTimes | None, now: float) -> None:

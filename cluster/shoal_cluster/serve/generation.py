@@ -253,6 +253,7 @@ class Generation:
             times.end = "moved" if isinstance(error, ReplicaLeft) else "lost"
             raise
         finally:
+            times.ended_s = time.monotonic()
             if leg.is_replica_gone:
                 self._avoided.add(leg.replica_id)
             self._ledger.unfollow(request.request_id)

@@ -191,7 +191,6 @@ async def start_grpc_server(
     server = grpc.aio.server(
         options=(
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.so_reuseport", int(share_port)),
             *KEEPALIVE_OPTIONS,
         )

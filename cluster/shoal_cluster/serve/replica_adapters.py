@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,7 @@ class ReplicaAdapters:
             if now - since_s >= GRACE_S and version not in self._leaving:
                 task = asyncio.get_running_loop().create_task(self._free(version), name="shoal-adapter-leaves")
                 self._leaving[version] = task
+                task.add_done_callback(partial(self._note_freed, version))
         for version in kept & self._leaving.keys():  # wanted again
             self._leaving[version].cancel()
 
@@ -194,9 +196,11 @@ class ReplicaAdapters:
             logger.info("an adapter is freed", extra=fields(adapter=version))
         except ShoalError as error:  # the engine has failed, and the replica is about to end
             logger.warning("an adapter cannot be freed", extra=fields(adapter=title(version), error=str(error)))
-        finally:
-            self._leaving.pop(version, None)
-            self._idle_since_s.pop(version, None)
+
+    def _note_freed(self, version: str, _: asyncio.Task[None]) -> None:
+        """It is over, even if it was cancelled before it began."""
+        self._leaving.pop(version, None)
+        self._idle_since_s.pop(version, None)
 
 
 def _stamp(folder: Path) -> Stamp:

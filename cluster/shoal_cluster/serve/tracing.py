@@ -94,7 +94,8 @@ def _steps(record: CallRecord) -> Iterator[tuple[str, float, float, Attributes]]
         if leg.end:
             attributes["shoal.leg.end"] = leg.end
         routed_s = leg.routed_s
-        yield "route", leg.placed_s, record.ended_s if routed_s is None else routed_s, attributes
+        ended_s = record.ended_s if leg.ended_s is None else leg.ended_s
+        yield "route", leg.placed_s, ended_s if routed_s is None else routed_s, attributes
         if routed_s is None or leg.first_token_s is None or leg.last_token_s is None:
             continue
         # Queue and prefill are timed by the replica's clock, the rest by ours: neither may outlast the first token.

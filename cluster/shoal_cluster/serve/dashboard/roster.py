@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from shoal_cluster.serve.deployment_watch import DeploymentRow, ServeReplica
+from shoal_cluster.serve.replica_state import State, state_of
 from shoal_cluster.serve.rows import ReplicaRow
-
-
-class State(StrEnum):
-    """A replica's state, in the order that cards are sorted by: worst first."""
-
-    LOST = "not connected"
-    STALLED = "stalled"
-    SILENT = "silent"
-    DRAINING = "draining"
-    STARTING = "starting"
-    READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +37,4 @@ def roster(rows: tuple[ReplicaRow, ...], deployment: DeploymentRow | None) -> li
 
 
 def _followed(row: ReplicaRow, by_serve: ServeReplica | None) -> Card:
-    if row.stats is None:
-        state = State.SILENT
-    elif not row.connected:
-        state = State.LOST
-    elif row.stats.draining:
-        state = State.DRAINING
-    else:
-        state = State.STALLED if row.stalled else State.READY
-    return Card(row, state, None if by_serve is None else by_serve.started_s)
+    return Card(row, state_of(row), None if by_serve is None else by_serve.started_s)

@@ -61,13 +61,13 @@ async def test_values_on_the_page_are_the_clusters(cluster: LiveCluster) -> None
             assert stats is not None
             empty = stats.num_free_blocks - stats.num_cached_blocks
             pool = f"Block pool of {stats.num_total_blocks} blocks: {stats.num_allocated_blocks} running, 0 reserved, "
-            whole = f"{pool}{stats.num_cached_blocks} cached, {empty} free"
+            whole = f"{pool}{stats.num_cached_blocks} cached, {empty} empty"
             await expect(card.get_by_role("img")).to_have_attribute("aria-label", whole)
             await expect(card.locator("dd").first).to_have_text(f"0 of {stats.max_num_seqs}")
             await expect(card.locator("dd").last).to_have_text(f"{stats.hit_rate:.0%}")
             await expect(card.locator(".node")).to_contain_text(row.node_id[:12])
             await card.get_by_role("button", name="Block map").click()
-            await expect(card.locator("canvas")).to_have_attribute("aria-label", re.compile(f"{empty} free"))
+            await expect(card.locator("canvas")).to_have_attribute("aria-label", re.compile(f"{empty} empty"))
         await expect(page.locator("#strip dd.notes").first).to_contain_text(f"0 active of {told.num_requests}")
         shown = set(await page.locator("#routes td.request button").all_inner_texts())
         assert {request.request_id for request in requests} <= shown

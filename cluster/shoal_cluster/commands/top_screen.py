@@ -13,14 +13,14 @@ from rich.text import Text
 
 from shoal_cluster.policies.ranking import MAX_AGE_S
 from shoal_cluster.serve.dashboard.history import Sample
-from shoal_cluster.serve.replica_state import State
 from shoal_cluster.serve.dashboard.update import Blocks, Replica, Update
+from shoal_cluster.serve.replica_state import State
 
 STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow", "silent": "dim"}
 STATE_STYLES |= dict.fromkeys(("stalled", "not connected"), "red")
 EVENT_STYLES = {"ready": "green", "draining": "yellow", "refused": "yellow"}
 EVENT_STYLES |= dict.fromkeys(("lost", "died", "failed"), "red")
-POOL_STYLES = (("running", "cyan"), ("reserved", "yellow"), ("cached", "blue"), ("free", "bright_black"))
+POOL_STYLES = (("running", "cyan"), ("reserved", "yellow"), ("cached", "blue"), ("empty", "bright_black"))
 SPARKS = " ▁▂▃▄▅▆▇█"
 NONE = "–"
 FIXED_LINES = 23  # lines of a screen without replicas and events; what does not fit is cropped at the bottom
@@ -208,7 +208,7 @@ def _line(when: str, what: str, why: str, style: str = "bold") -> Text:
 
 
 def _parts(blocks: tuple[int, int, int, int, int]) -> tuple[int, int, int, int]:
-    """Split into running, reserved, cached and free; reservations take empty blocks first, as on the dashboard page."""
+    """Split into running, reserved, cached and empty; reservations take empty blocks first, as on the dashboard."""
     allocated, cached, reserved, free, _ = blocks
     promised = min(reserved, free)
     empty = max(0, free - cached - promised)

@@ -1202,7 +1202,7 @@ async def test_metrics(http: httpx.AsyncClient) -> None:
     for line in (
         'shoal_replica_blocks{replica_id="r0",state="running",tier="device"} 30.0',
         'shoal_replica_blocks{replica_id="r0",state="cached",tier="device"} 20.0',
-        'shoal_replica_blocks{replica_id="r0",state="free",tier="device"} 50.0',
+        'shoal_replica_blocks{replica_id="r0",state="empty",tier="device"} 50.0',
         'shoal_gateway_feed_connected{gateway_id="g0",replica_id="r1"} 0.0',
         'shoal_replica_preemptions_total{replica_id="r0"} 4.0',
         'shoal_gateway_requests_total{gateway_id="g0",outcome="shed"} 2.0',

@@ -15,7 +15,7 @@ export class Heat {
     const legend = element(
       "ul",
       "heat-legend",
-      element("li", "empty", "free"),
+      element("li", "empty", "empty"),
       element("li", "cached", "cached; faint goes next"),
       element("li", "held", "one sequence"),
       element("li", "shared", "shared"),
@@ -65,7 +65,7 @@ export class Heat {
     });
     const per = blocks_per_cell === 1 ? "a cell is a block" : `a cell is ${blocks_per_cell} blocks, as hot as the hottest`;
     setText(this.note, `${count(num_blocks)} blocks; ${per}`);
-    const told = `${sums.held} held by one sequence, ${sums.shared} shared, ${sums.cached} cached, ${sums.empty} free`;
+    const told = `${sums.held} held by one sequence, ${sums.shared} shared, ${sums.cached} cached, ${sums.empty} empty`;
     this.canvas.setAttribute("aria-label", `Block map of ${cells.length} cells: ${told}`);
   }
 }

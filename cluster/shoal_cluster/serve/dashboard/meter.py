@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, Sample
 from shoal_cluster.serve.dashboard.roster import Card
-from shoal_cluster.serve.replica_state import State
 from shoal_cluster.serve.ledger import sum_blocks
+from shoal_cluster.serve.replica_state import State
 from shoal_cluster.serve.rows import ClusterRow
 
 WINDOW_S = 5.0

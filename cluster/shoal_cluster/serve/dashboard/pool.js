@@ -2,14 +2,14 @@
 
 import { count, element, setText, share } from "./format.js";
 
-const PARTS = ["running", "reserved", "cached", "free"];
+const PARTS = ["running", "reserved", "cached", "empty"];
 
 // Total = allocated + free. Of the free ones some hold a prefix (cached) and some are promised (reserved); a promise
-// takes empty blocks first. What is left holds nothing and waits for nobody: it is called free here.
+// takes empty blocks first. What is left is empty: it holds nothing and waits for nobody.
 function parts([allocated, cached, reserved, free, total]) {
   const promised = Math.min(reserved, free);
   const empty = Math.max(0, free - cached - promised);
-  return { running: allocated, reserved: promised, cached: Math.max(0, free - promised - empty), free: empty, total };
+  return { running: allocated, reserved: promised, cached: Math.max(0, free - promised - empty), empty, total };
 }
 
 export class Pool {

@@ -64,7 +64,7 @@ MODEL = Label("model")
 TOKEN_KINDS = ("prompt", "cached", "output")
 DEVICE, HOST = TIERS = ("device", "host")
 TIER = Label("tier", TIERS)
-STATE = Label("state", ("running", "cached", "free"))
+STATE = Label("state", ("running", "cached", "empty"))
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
 AGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

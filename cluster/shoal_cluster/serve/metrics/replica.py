@@ -13,13 +13,13 @@ from shoal_replica.stats import ReplicaStats
 
 
 def stats_points(replica_id: str, stats: ReplicaStats) -> Iterator[Point]:
-    """The series that ``stats`` hold. Of the free blocks, ``num_cached_blocks`` still hold a prefix."""
+    """The series that ``stats`` hold. Of the free blocks, the cached ones still hold a prefix; the others are empty."""
     own = (replica_id,)
     yield Point(d.BLOCKS, (*own, "running", d.DEVICE), stats.num_allocated_blocks)
     yield Point(d.BLOCKS, (*own, "cached", d.DEVICE), stats.num_cached_blocks)
-    yield Point(d.BLOCKS, (*own, "free", d.DEVICE), stats.num_free_blocks - stats.num_cached_blocks)
+    yield Point(d.BLOCKS, (*own, "empty", d.DEVICE), stats.num_free_blocks - stats.num_cached_blocks)
     yield Point(d.BLOCKS, (*own, "cached", d.HOST), stats.num_host_cached_blocks)
-    yield Point(d.BLOCKS, (*own, "free", d.HOST), stats.num_host_blocks - stats.num_host_cached_blocks)
+    yield Point(d.BLOCKS, (*own, "empty", d.HOST), stats.num_host_blocks - stats.num_host_cached_blocks)
     yield Point(d.MOVED_BLOCKS, (*own, "out"), stats.num_blocks_out)
     yield Point(d.MOVED_BLOCKS, (*own, "in"), stats.num_blocks_in)
     yield Point(d.TRANSFERRED_BLOCKS, (*own, "out"), stats.num_blocks_given)

@@ -19,7 +19,7 @@ from fixtures.waiting import until
 from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
-from shoal_cluster.serve.adapter_wishes import Told, Wanted
+from shoal_cluster.serve.adapter_wishes import AdaptersTold, AdaptersWanted
 from shoal_cluster.serve.replica_adapters import GRACE_S, LOOK_S, ReplicaAdapters
 from shoal_replica import LLM, AsyncLLM, SamplingParams
 from shoal_replica.adapter_folder import read_adapter
@@ -208,7 +208,7 @@ def test_an_adapter_that_is_not_loaded_is_refused(tmp_path):
     folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path / "model"))
     with (
         LLM(str(folder), num_blocks=64) as llm,
-        pytest.raises(InvalidArgument, match="got 'a'; none is loaded"),
+        pytest.raises(InvalidArgument, match="got 'a'; no adapter is loaded"),
     ):
         llm.generate(PROMPTS[0], GREEDY, "a")
     path = str(make_adapter(tmp_path / "adapter", folder, 0))
@@ -223,17 +223,17 @@ def test_an_adapter_that_is_not_loaded_is_refused(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}])
 def test_adapters_that_come_and_go_answer_as_those_loaded_at_the_start(folder, adapters, expected, settings):
-    with LLM(str(folder), num_blocks=64, enable_prefix_caching=False, **settings) as llm:
+    with LLM(str(folder), num_blocks=64, **settings) as llm:
         for names in (("everything", "attention"), ("patterns", "everything"), ("one",)):
             for name in names:
                 llm.load_adapter(name, adapters[name])
             outputs = llm.generate(PROMPTS * len(names), GREEDY, [name for name in names for _ in PROMPTS])
             assert [o.token_ids for o in outputs] == [tokens for name in names for tokens in expected[name]]
-            with pytest.raises(ConfigError, match=f"adapters.{names[0]}: is loaded already"):
+            with pytest.raises(ConfigError, match=f"adapters.{names[0]}: is already loaded"):
                 llm.load_adapter(names[0], adapters[names[0]])
             for name in names:
                 llm.unload_adapter(name)
-            with pytest.raises(InvalidArgument, match=r"adapter: .*none is loaded"):
+            with pytest.raises(InvalidArgument, match=r"adapter: .*no adapter is loaded"):
                 llm.generate(PROMPTS[0], GREEDY, names[0])
         assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected[""]
 
@@ -268,9 +268,9 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
     replica = ReplicaAdapters(engine.engine, engine.config, look_s=0.01, clock=clock)
     replica.start()
 
-    def told(*in_use: str, **wanted: Any) -> Told:
-        question = Wanted("g", {name: str(path) for name, path in wanted.items()}, list(in_use))
-        return msgspec.msgpack.decode(replica.answer(msgspec.msgpack.encode(question)), type=Told)
+    def told(*in_use: str, **wanted: Any) -> AdaptersTold:
+        question = AdaptersWanted("g", {name: str(path) for name, path in wanted.items()}, list(in_use))
+        return msgspec.msgpack.decode(replica.answer(msgspec.msgpack.encode(question)), type=AdaptersTold)
 
     async def answers(version: str) -> list[list[int]]:
         async def one(prompt: list[int]) -> list[int]:
@@ -280,7 +280,7 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
         return await asyncio.gather(*map(one, PROMPTS))
 
     try:
-        assert told(a=source) == Told()
+        assert told(a=source) == AdaptersTold()
         await until(lambda: told(a=source).current)
         first = told(a=source).current["a"]
         assert (first.partition("@")[0], told(a=source).versions) == ("a", [first])
@@ -308,9 +308,9 @@ async def test_a_replica_loads_what_is_wanted_and_frees_what_is_not(folder, adap
         await clock.passes(GRACE_S - 1.0)
         told(b=tmp_path / "late")  # wanted again before it is freed
         await clock.passes(1.0)
-        await until(lambda: told(b=tmp_path / "late") == Told({"b": third}, [third]))
+        await until(lambda: told(b=tmp_path / "late") == AdaptersTold({"b": third}, [third]))
         await clock.passes(GRACE_S)
-        assert told(b=tmp_path / "late") == Told({"b": third}, [third])
+        assert told(b=tmp_path / "late") == AdaptersTold({"b": third}, [third])
         told()
         await clock.passes(GRACE_S)
         await until(lambda: told().versions == [])
@@ -371,7 +371,7 @@ async def test_an_adapter_is_loaded_on_idle_ranks_and_a_broken_one_harms_nobody(
             with pytest.raises(ConfigError, match=r"rank .: adapters.gone: cannot be loaded"):
                 await engine.engine.adapters.load(gone)
             await engine.engine.adapters.load(good)
-            with pytest.raises(ConfigError, match="is loaded already"):
+            with pytest.raises(ConfigError, match="is already loaded"):
                 await engine.engine.adapters.load(good)
             await engine.engine.adapters.unload("good")
             with pytest.raises(NotFound, match="'good' is not loaded"):

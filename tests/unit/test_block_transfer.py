@@ -17,7 +17,7 @@ from shoal_cluster.policies.block_offer import BlockOffer, best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.transfer_pace import FORGET_S, START_S, TransferPace
 from shoal_cluster.serve import block_fetcher, block_server
-from shoal_cluster.serve.block_wire import MAX_FRAME_BYTES, Coming, Wanted, receive, receive_blocks, send_blocks
+from shoal_cluster.serve.block_wire import MAX_FRAME_BYTES, BlocksWanted, Coming, receive, receive_blocks, send_blocks
 from shoal_cluster.serve.feed_messages import BlockSource, Subscribe, frame
 from shoal_replica import guest_table
 from shoal_replica.executor import BlockPart
@@ -69,7 +69,7 @@ async def no_listener(one: Replica) -> BlockSource:
 
 async def dead(one: Replica) -> BlockSource:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await receive(reader, Wanted)
+        await receive(reader, BlocksWanted)
         writer.write(frame(Coming(2, ("fake",), (10**6,))))
         writer.close()
 
@@ -94,7 +94,7 @@ async def silent(one: Replica) -> BlockSource:
 
 async def wrong_count(one: Replica) -> BlockSource:
     async def give_too_many(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await receive(reader, Wanted)
+        await receive(reader, BlocksWanted)
         await send_blocks(writer, 9, one.executor.read_blocks(range(9)))
         writer.close()
 
@@ -186,7 +186,7 @@ async def test_one_that_reads_nothing_holds_no_blocks_for_long(monkeypatch: pyte
 
         one.executor.read_blocks = huge  # type: ignore[method-assign]
         _, writer = await asyncio.open_connection(*one.blocks_address, limit=2)
-        writer.write(frame(Wanted("model", HASHES, 0)))
+        writer.write(frame(BlocksWanted("model", HASHES, 0)))
         await until(lambda: one.engine.stats().num_allocated_blocks > 0)
         await until(lambda: one.engine.stats().num_allocated_blocks == 0)
         await until(lambda: not one.block_server._giving)
@@ -200,12 +200,12 @@ async def test_more_than_so_many_at_once_get_none_and_idle_connections_do_not_co
     async with replica() as one:
         await one.engine.add(REQUEST)
         (_, idle), (reader, writer) = [await asyncio.open_connection(*one.blocks_address) for _ in range(2)]
-        writer.write(frame(Wanted("model", HASHES, 5)))
+        writer.write(frame(BlocksWanted("model", HASHES, 5)))
         num_blocks, parts = await receive_blocks(reader)
         assert (num_blocks, len(parts)) == (2, 1)
         monkeypatch.setattr(block_server, "MAX_AT_ONCE", 0)
         other_reader, other = await asyncio.open_connection(*one.blocks_address)
-        other.write(frame(Wanted("model", HASHES, 0)))
+        other.write(frame(BlocksWanted("model", HASHES, 0)))
         assert await receive_blocks(other_reader) == (0, ())
         for each in (idle, writer, other):
             each.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fixtures.fake_gateway import example_record
 
-from shoal_cluster.serve.dashboard.tally import NUM_COUNTED, NUM_LOOKED_AT, Share, Tally, cached_blocks
+from shoal_cluster.serve.dashboard.tally import NUM_COUNTED, NUM_LOOKED_AT, RouteTally, Share, cached_blocks
 
 
 class Routes:
@@ -27,7 +27,7 @@ def test_a_decision_tells_what_its_first_choice_had() -> None:
 
 
 def test_each_decision_is_counted_once() -> None:
-    routes, tally = Routes(), Tally()
+    routes, tally = Routes(), RouteTally()
     tally.count(routes)
     assert (tally.num_decisions, tally.shares()) == (0, {})
     for count in (3, 0, 1, NUM_LOOKED_AT - 1, 0, NUM_LOOKED_AT + 50):
@@ -39,7 +39,7 @@ def test_each_decision_is_counted_once() -> None:
 
 
 def test_after_a_long_time_without_a_look_only_the_last_ones_count() -> None:
-    routes, tally = Routes(), Tally()
+    routes, tally = Routes(), RouteTally()
     routes.take(10)
     tally.count(routes)
     routes.take(3 * NUM_COUNTED)

@@ -11,7 +11,7 @@ import pytest
 from shoal_cluster.chat.message import Message
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
-from shoal_cluster.serve.http.errors import report
+from shoal_cluster.serve.http.errors import logged_report
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.logs import ROOTS, LineFormatter, fields, log_call, set_up_logs
@@ -117,7 +117,7 @@ def test_no_words_of_a_request_are_logged_at_any_level(
                 if error is not None:
                     raise error
         except Exception as caught:
-            report(caught, f"call-{number}")  # as both APIs do with an error
+            logged_report(caught, f"call-{number}")  # as both APIs do with an error
     said = capsys.readouterr().err
     for number in range(len(ERRORS)):
         assert f"call-{number}" in said

@@ -64,7 +64,7 @@ async def test_a_running_request_goes_on_elsewhere_with_its_blocks(leaves: str) 
         told = [event.text for event in serve.ledger.journal.last(9) if event.kind is EventKind.RESUMED]
         assert told == [f"moved: replica {owner} has handed it back"]
         assert [leg.end for leg in serve.times[0].legs] == ["moved", ""]
-        quality = serve.ledger.tally.quality()
+        quality = serve.ledger.view_tally.quality()
         assert quality.num_cached_tokens == quality.num_predicted_tokens
 
 

@@ -296,7 +296,7 @@ async def test_one_computes_the_prompt_and_another_goes_on_with_its_blocks() -> 
         assert not [event for event in serve.ledger.journal.last(9) if event.kind is EventKind.RESUMED]
         for record in serve.ledger.routes.of_call("call"):
             assert record.replay() == record.decision
-        quality = serve.ledger.tally.quality()
+        quality = serve.ledger.view_tally.quality()
         assert quality.num_cached_tokens == quality.num_predicted_tokens
 
 

@@ -16,7 +16,7 @@ from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.config import MAX_ADAPTERS
 from shoal_cluster.serve import served_adapters
-from shoal_cluster.serve.adapter_wishes import FORGET_S, Told, Wanted, Wishes
+from shoal_cluster.serve.adapter_wishes import FORGET_S, AdaptersTold, AdaptersWanted, AdapterWishes
 from shoal_cluster.serve.call import Usage
 from shoal_cluster.serve.feed_messages import MAX_REQUEST_BYTES
 from shoal_cluster.serve.journal import Journal
@@ -32,10 +32,10 @@ class Ledger:
 
     gateway_id = "g"
 
-    def __init__(self, **told: Told | None) -> None:
+    def __init__(self, **told: AdaptersTold | None) -> None:
         self.told = told
         self.journal = Journal()
-        self.asked: list[Wanted] = []
+        self.asked: list[AdaptersWanted] = []
         self.num_asked = Counter[str]()
 
     @property
@@ -43,7 +43,7 @@ class Ledger:
         return SimpleNamespace(replica_ids=tuple(self.told))
 
     async def ask(self, replica_id: str, question: str, body: bytes) -> bytes:
-        self.asked.append(msgspec.msgpack.decode(body, type=Wanted))
+        self.asked.append(msgspec.msgpack.decode(body, type=AdaptersWanted))
         self.num_asked[replica_id] += 1
         if (answer := self.told[replica_id]) is None:
             raise Unavailable("its feed is not connected")
@@ -55,12 +55,12 @@ class Ledger:
         await until(lambda: self.num_asked[replica_id] >= count + 3)
 
 
-def has(*versions: str, **current: str) -> Told:
-    return Told(current, list(versions), {})
+def has(*versions: str, **current: str) -> AdaptersTold:
+    return AdaptersTold(current, list(versions), {})
 
 
-def fails(**failures: str) -> Told:
-    return Told({}, [], failures)
+def fails(**failures: str) -> AdaptersTold:
+    return AdaptersTold({}, [], failures)
 
 
 @asynccontextmanager
@@ -168,13 +168,15 @@ async def test_a_replica_is_asked_until_it_has_nothing_that_nobody_wants() -> No
 
 def test_gateways_may_differ_for_a_while() -> None:
     now = [0.0]
-    wishes = Wishes(lambda: now[0])
-    assert wishes.take(Wanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))
-    assert wishes.take(Wanted("new", {"x": "/2"}))
-    assert not wishes.take(Wanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))  # repeated: the newer wish still counts
+    wishes = AdapterWishes(lambda: now[0])
+    assert wishes.take(AdaptersWanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))
+    assert wishes.take(AdaptersWanted("new", {"x": "/2"}))
+    assert not wishes.take(
+        AdaptersWanted("old", {"x": "/1", "y": "/y"}, ["x@1"])
+    )  # repeated: the newer wish still counts
     assert (wishes.sources(), wishes.in_use()) == ({"x": "/2", "y": "/y"}, {"x@1"})
     now[0] = FORGET_S / 2
-    wishes.take(Wanted("new", {"x": "/2"}))
+    wishes.take(AdaptersWanted("new", {"x": "/2"}))
     now[0] = FORGET_S + 1
     assert (wishes.sources(), wishes.in_use()) == ({"x": "/2"}, set())
     now[0] = 10 * FORGET_S
@@ -189,7 +191,7 @@ async def test_thousands_of_adapters_can_be_asked_for(monkeypatch: pytest.Monkey
 
         def answer(body: bytes) -> bytes:
             asked.append(body)
-            return msgspec.msgpack.encode(Told({}, [], {}))
+            return msgspec.msgpack.encode(AdaptersTold({}, [], {}))
 
         monkeypatch.setattr(serve.replicas["a"].feed, "_answers", {served_adapters.ADAPTERS: answer})
         adapters = ServedAdapters(serve.ledger, ())

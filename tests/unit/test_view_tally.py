@@ -14,7 +14,7 @@ async def test_predicted_hits_are_those_found_when_prompts_follow_each_other() -
             for conversation in range(3):
                 prompt = range(1000 * conversation, 1000 * conversation + 9 * turn)
                 await ask(serve, f"call-{turn}-{conversation}", prompt_token_ids=prompt)
-        quality = serve.ledger.tally.quality()
+        quality = serve.ledger.view_tally.quality()
         assert quality.num_requests == 18
         assert quality.num_prompt_tokens == 3 * sum(9 * turn for turn in range(1, 7))
         assert quality.num_predicted_tokens == quality.num_cached_tokens > quality.num_prompt_tokens / 2
@@ -38,6 +38,6 @@ async def test_a_prefix_on_its_way_counts_for_those_behind_it() -> None:
         for made in serve.replicas.values():
             made.executor.gate.set()
         await asyncio.gather(first, *behind)
-        quality = serve.ledger.tally.quality()
+        quality = serve.ledger.view_tally.quality()
         assert quality.num_predicted_tokens == quality.num_cached_tokens == 3 * len(prefix)
         assert quality.age_p99_s < 1.0

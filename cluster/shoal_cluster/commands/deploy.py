@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from shoal_cluster.config import ClusterConfig
-from shoal_cluster.serve.deployment_watch import error_line
+from shoal_cluster.serve.deployment_watch import last_error
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.errors import ConfigError, NotFound, Unavailable
 
@@ -107,7 +107,7 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
     except ValueError as error:
         raise ConfigError(f"address: {dashboard_url!r} is not a dashboard's, as http://HOST:8265 is: {error}") from None
     except RuntimeError as error:  # the client raises it for HTTP errors
-        raise ConfigError(error_line([str(error)])) from None
+        raise ConfigError(last_error([str(error)])) from None
     limit_s = DEPLOY_TIMEOUT_S + drain_s
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -115,7 +115,7 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
         for name, application in applications.items():
             if application["status"] == "DEPLOY_FAILED":
                 messages = [d["message"] for d in application["deployments"].values() if d["status"] != "HEALTHY"]
-                raise ConfigError(f"{name}: {error_line([application['message'], *messages])}")
+                raise ConfigError(f"{name}: {last_error([application['message'], *messages])}")
         on_progress(progress(applications, former))
         if applications and is_done(applications, former):
             return

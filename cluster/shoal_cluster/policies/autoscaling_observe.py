@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from msgspec import structs
 
-from shoal_cluster.policies.autoscaling_state import Capacity, Held, Progress, Sample, ScaleState
+from shoal_cluster.policies.autoscaling_state import Capacity, HeldPerRate, Progress, Sample, ScaleState
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_replica.stats import ReplicaStats
@@ -161,7 +161,7 @@ def _computed(stats: ReplicaStats) -> int:
     return stats.num_prompt_tokens - stats.num_cached_tokens
 
 
-def _learn_held(state: ScaleState, now: float) -> Held | None:
+def _learn_held(state: ScaleState, now: float) -> HeldPerRate | None:
     """By Little's law over the last HELD_S. The rate is the mean of what began and what ended, which also holds on a
     ramp.
 
@@ -183,9 +183,9 @@ def _learn_held(state: ScaleState, now: float) -> Held | None:
     blocks = alone * sum(s.num_allocated_blocks for s in samples) / len(samples) / rate
     sequences = alone * sum(s.num_running for s in samples) / len(samples) / rate
     if state.held is None:
-        return Held(blocks, sequences)
+        return HeldPerRate(blocks, sequences)
     old = state.held
-    return Held(
+    return HeldPerRate(
         HELD_MEMORY * old.blocks_per_rate + (1 - HELD_MEMORY) * blocks,
         HELD_MEMORY * old.sequences_per_rate + (1 - HELD_MEMORY) * sequences,
     )

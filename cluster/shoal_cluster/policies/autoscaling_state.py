@@ -94,7 +94,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPerRate:
     """Blocks and sequences held for each request a second that is served, if no prompts were computed meanwhile."""
 
     blocks_per_rate: float
@@ -126,7 +126,7 @@ class ScaleState:
     progress: Mapping[str, Progress] = field(default_factory=lambda: MappingProxyType({}))
     cost: StepCost = StepCost()
     capacity: Capacity | None = None
-    held: Held | None = None
+    held: HeldPerRate | None = None
     needs: tuple[tuple[float, int], ...] = ()
     offered: Falling = ()
     looked_s: float | None = None

@@ -65,9 +65,9 @@ class PendingQueue:
         self._by_urgency = HeldOrder(self._shares, config.max_considered, RENEWAL * config.objective.ttft_s)
         self._dates = DueDates(config.objective, config.prefill, self._by_urgency)
         self._pace = self._dates.pace
-        self._sent = Yielding()
+        self._yielding = Yielding()
         self._alike = Alike()
-        self._to_consider = ToConsider(self._shares, self._by_urgency, self._sent, self._alike, is_one_of_many)
+        self._to_consider = ToConsider(self._shares, self._by_urgency, self._yielding, self._alike, is_one_of_many)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -288,7 +288,7 @@ class PendingQueue:
         pending = held.pending
         yields = self._shares.had_more(pending.tenant)
         if yields:
-            self._sent.note(pending.query.request_id, view)
+            self._yielding.note(pending.query.request_id, view)
         self._resize(held, uncached_tokens(pending.query, num_matched_blocks))
         self._shares.charge(pending.tenant, held.num_new_tokens, now, pending.priority)
         self._alike.send(held, num_matched_blocks)

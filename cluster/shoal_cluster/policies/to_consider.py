@@ -33,17 +33,17 @@ class ToConsider:
     """Owned by a queue. What one look has gone by is kept for the next one.
 
     Args:
-        sent: the requests that yield to others.
+        yielding: the requests that yield to others.
         is_one_of_many: other gateways' wishes come in between.
     """
 
     def __init__(
-        self, shares: FairShares, by_urgency: HeldOrder, sent: Yielding, alike: Alike, is_one_of_many: bool
+        self, shares: FairShares, by_urgency: HeldOrder, yielding: Yielding, alike: Alike, is_one_of_many: bool
     ) -> None:
         self._shares = shares
         self._alike = alike
         self._by_urgency = by_urgency
-        self._sent = sent
+        self._yielding = yielding
         self._is_one_of_many = is_one_of_many
         self._kept: list[Considered] = []  # of this order and these replicas
         self._kept_order: Order = ()
@@ -86,7 +86,7 @@ class ToConsider:
             if not is_even and self._shares.had_less(held.pending.tenant):
                 due = due_column(due_s - now)
                 if due not in passed:
-                    passed[due] = self._sent.passed(view, now, due_s - now)
+                    passed[due] = self._yielding.passed(view, now, due_s - now)
                 passes = passed[due]
             shared = self._alike.of(held)
             query = base if one is None else one.query

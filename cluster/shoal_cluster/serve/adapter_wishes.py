@@ -11,7 +11,7 @@ FORGET_S = 60.0
 """A gateway's wish counts no longer when it has not been repeated for so long, if another gateway has one."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class AdaptersWanted(msgspec.Struct, frozen=True):
     """A gateway's question.
 
     Attributes:
@@ -24,7 +24,7 @@ class Wanted(msgspec.Struct, frozen=True):
     in_use: list[str] = []
 
 
-class Told(msgspec.Struct, frozen=True):
+class AdaptersTold(msgspec.Struct, frozen=True):
     """The answer.
 
     Attributes:
@@ -38,14 +38,14 @@ class Told(msgspec.Struct, frozen=True):
     failures: dict[str, str] = {}
 
 
-class Wishes:
+class AdapterWishes:
     """The wishes of all gateways, which Serve changes one after the other: for a while they may differ."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_gateway: dict[str, tuple[Wanted, float]] = {}  # the one whose wish has changed last comes last
+        self._by_gateway: dict[str, tuple[AdaptersWanted, float]] = {}  # the one whose wish has changed last comes last
 
-    def take(self, wanted: Wanted) -> bool:
+    def take(self, wanted: AdaptersWanted) -> bool:
         """Note a gateway's wish. Returns whether it is another than before."""
         before, _ = self._by_gateway.get(wanted.gateway_id, (None, 0.0))
         if before is None or before.sources != wanted.sources:
@@ -56,12 +56,12 @@ class Wishes:
     def sources(self) -> Mapping[str, str]:
         """What all of them together want; of two sources of a name, the newer wish's."""
         self._forget()
-        return {name: source for told, _ in self._by_gateway.values() for name, source in told.sources.items()}
+        return {name: source for wanted, _ in self._by_gateway.values() for name, source in wanted.sources.items()}
 
     def in_use(self) -> set[str]:
         """Versions that somebody's calls need."""
         self._forget()
-        return {version for told, _ in self._by_gateway.values() for version in told.in_use}
+        return {version for wanted, _ in self._by_gateway.values() for version in wanted.in_use}
 
     def _forget(self) -> None:
         old = [name for name, (_, at) in self._by_gateway.items() if self._clock() - at > FORGET_S]

@@ -7,7 +7,7 @@ import logging
 import time
 
 from shoal_cluster.policies.transfer_pace import TransferPace
-from shoal_cluster.serve.block_wire import READ_BYTES, Wanted, receive_blocks
+from shoal_cluster.serve.block_wire import READ_BYTES, BlocksWanted, receive_blocks
 from shoal_cluster.serve.feed_messages import BlockSource, frame
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.engine import Engine
@@ -116,7 +116,7 @@ class BlockFetcher:
             reader, writer = await asyncio.open_connection(source.host, source.port, limit=READ_BYTES)
             try:
                 began_s = time.monotonic()
-                writer.write(frame(Wanted(self._model, wanted, first)))
+                writer.write(frame(BlocksWanted(self._model, wanted, first)))
                 while (piece := await receive_blocks(reader))[0]:
                     await taking.take(*piece)
                 if num_blocks := taking.num_blocks - first:

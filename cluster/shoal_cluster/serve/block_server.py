@@ -6,7 +6,14 @@ import asyncio
 import logging
 from contextlib import aclosing
 
-from shoal_cluster.serve.block_wire import PIECE_BYTES, PIECE_BYTES_BETWEEN_STEPS, Coming, Wanted, receive, send_blocks
+from shoal_cluster.serve.block_wire import (
+    PIECE_BYTES,
+    PIECE_BYTES_BETWEEN_STEPS,
+    BlocksWanted,
+    Coming,
+    receive,
+    send_blocks,
+)
 from shoal_cluster.serve.feed_messages import frame
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.block_exchange import BlockExchange
@@ -67,7 +74,7 @@ class BlockServer:
         has_ended = False
         try:
             async with asyncio.timeout(GIVE_S):
-                wanted = await receive(reader, Wanted)
+                wanted = await receive(reader, BlocksWanted)
                 self._giving.add(task)
                 await self._give(wanted, writer)
             has_ended = True
@@ -84,7 +91,7 @@ class BlockServer:
             self._giving.discard(task)
             await _end(writer, has_ended)
 
-    async def _give(self, wanted: Wanted, writer: asyncio.StreamWriter) -> None:
+    async def _give(self, wanted: BlocksWanted, writer: asyncio.StreamWriter) -> None:
         if wanted.model == self._model and len(self._giving) <= MAX_AT_ONCE and wanted.first >= 0:
             async with aclosing(self._blocks.give(wanted.block_hashes, wanted.first, self._num_at_once)) as pieces:
                 async for num_blocks, parts in pieces:

@@ -1,7 +1,8 @@
 """What replicas say to each other when one takes over another's cached blocks: a connection for each prefix.
 
-The one that wants blocks sends ``Wanted``. The other answers with ``Coming`` for some blocks at a time, followed by
-their contents, one rank's after the other's; the last one is of no block. Frames are msgpack behind a four-byte length.
+The one that wants blocks sends ``BlocksWanted``. The other answers with ``Coming`` for some blocks at a time, followed
+by their contents, one rank's after the other's; the last one is of no block. Frames are msgpack behind a four-byte
+length.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ READ_BYTES = 2**22
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class BlocksWanted(msgspec.Struct, frozen=True):
     """``block_hashes[first:]`` are wanted, for the ``model`` that the asker serves."""
 
     model: str

@@ -66,7 +66,7 @@ class DeploymentRow:
         """
         if self.trigger not in START_FAILURES or self.num_in("RUNNING"):
             return ""
-        line = error_line([self.message])
+        line = last_error([self.message])
         return "" if line.startswith(NEVER_RAN) else line
 
     def num_in(self, *states: str) -> int:
@@ -98,7 +98,7 @@ def read_deployment(details: Mapping[str, Any], application: str, deployment: st
     )
 
 
-def error_line(messages: Iterable[str]) -> str:
+def last_error(messages: Iterable[str]) -> str:
     """The error without the tracebacks around it: the last one of ours if there is any, else the last line."""
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if OUR_ERROR.match(line)]

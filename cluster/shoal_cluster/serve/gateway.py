@@ -228,7 +228,7 @@ class Gateway:
             recent_ttft_s=tuple(metrics.recent_ttft_s),
             latency=metrics.window.summary(time.monotonic()),
             devices=self._config.replica.devices,
-            quality=self._ledger.tally.quality(),
+            quality=self._ledger.view_tally.quality(),
             models=model_rows(self._config.name, self._adapters, metrics.by_model),
         )
 
@@ -242,7 +242,7 @@ class Gateway:
         return [*self._own_points(rows), *told, *self._scaling.points()]
 
     def _own_points(self, rows: tuple[ReplicaRow, ...]) -> Iterator[Point]:
-        return self._metrics.points(rows, self._ledger.tally.quality(), self._ledger.view.index)
+        return self._metrics.points(rows, self._ledger.view_tally.quality(), self._ledger.view.index)
 
     def refuse_unread(self) -> None:
         self._metrics.add_unread()

@@ -75,7 +75,7 @@ class GatewayLedger:
         self.recalls = Recalls(*where, self.can_place, self.journal)
         self._moves = Moves(*where, self.sources)
         self.routes = RouteLog()
-        self.tally = ViewTally()
+        self.view_tally = ViewTally()
         self._changed = asyncio.Event()
 
     def use_rule(self, name: str) -> None:
@@ -145,7 +145,7 @@ class GatewayLedger:
         if feed is None or replica_id not in self._members or not feed.submit(request, source):
             return None
         if source is not None:
-            self.tally.leave_out(request_id)
+            self.view_tally.leave_out(request_id)
         self._sent.submit(request_id, replica_id)
         self._note_replica(request_id, replica_id, is_taken=False)
         return lambda: feed.abort(request_id)
@@ -179,7 +179,7 @@ class GatewayLedger:
         self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
-        for part in (self.tally, self._sent, self.recalls, self._moves, self.phases):
+        for part in (self.view_tally, self._sent, self.recalls, self._moves, self.phases):
             part.forget(request_id)
         replica_id = self._replica_of.pop(request_id, None)
         if replica_id is not None and replica_id not in self._members:
@@ -230,7 +230,7 @@ class GatewayLedger:
         self._credit.withdraw(query.request_id, best)
         self.view.reserve(query.request_id, best, num_blocks, num_tokens)
         self.view.expect(query.request_id, best, query.block_hashes, num_matched)
-        self.tally.expect(query, candidates, place)
+        self.view_tally.expect(query, candidates, place)
         self._credit.promise(query.request_id)
         return True
 
@@ -291,7 +291,7 @@ class GatewayLedger:
         self._moves.look(now)
         self.view.settle(message.accepted)
         for delta in message.deltas:
-            if self.tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
+            if self.view_tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
                 self.view.computed(delta.request_id)
         self.on_news()
         self.routes.trim()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal_cluster.serve.adapter_wishes import Told, Wanted, Wishes
+from shoal_cluster.serve.adapter_wishes import AdaptersTold, AdaptersWanted, AdapterWishes
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.adapter import VERSION_MARK, WEIGHTS_FILE, AdapterConfig, adapter_bytes, title
 from shoal_replica.adapter_folder import CONFIG_FILE
@@ -65,7 +65,7 @@ class ReplicaAdapters:
         self._config = config
         self._look_s = look_s
         self._clock = clock
-        self._wishes = Wishes()
+        self._wishes = AdapterWishes()
         self._current: dict[str, _Loaded] = {}
         self._unproven: set[str] = set()  # versions whose files may have changed while they were read
         self._idle_since_s: dict[str, float] = {}  # of versions that are not current
@@ -81,10 +81,10 @@ class ReplicaAdapters:
 
     def answer(self, question: bytes) -> bytes:
         """Take note of what a gateway wants, and tell what there is."""
-        if self._wishes.take(msgspec.msgpack.decode(question, type=Wanted)):
+        if self._wishes.take(msgspec.msgpack.decode(question, type=AdaptersWanted)):
             self._news.set()
         current = {name: loaded.version for name, loaded in self._current.items()}
-        return msgspec.msgpack.encode(Told(current, sorted(self._versions()), self._failures))
+        return msgspec.msgpack.encode(AdaptersTold(current, sorted(self._versions()), self._failures))
 
     async def close(self) -> None:
         """End what is under way; what is loaded stays."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from shoal_cluster.serve.adapter_wishes import Told, Wanted
+from shoal_cluster.serve.adapter_wishes import AdaptersTold, AdaptersWanted
 from shoal_cluster.serve.feed_messages import ADAPTERS
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
@@ -33,7 +33,7 @@ class ServedAdapters:
         self._ledger = ledger
         self._deployed = tuple(deployed)
         self._wanted: dict[str, str] = {}
-        self._told: dict[str, Told] = {}  # by replica, what it said last
+        self._told: dict[str, AdaptersTold] = {}  # by replica, what it said last
         self._asked: dict[str, Mapping[str, str]] = {}  # the wish that it answered
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._current: dict[str, str] = {}  # by name, the version that most replicas have as theirs
@@ -146,12 +146,12 @@ class ServedAdapters:
     async def _ask(self, replica_id: str) -> None:
         """What a replica that does not answer has said before still counts: if it is wrong, it refuses a request."""
         wanted = self._wanted
-        question = msgspec.msgpack.encode(Wanted(self._ledger.gateway_id, dict(wanted), sorted(self._in_use)))
+        question = msgspec.msgpack.encode(AdaptersWanted(self._ledger.gateway_id, dict(wanted), sorted(self._in_use)))
         try:
             answer = await self._ledger.ask(replica_id, ADAPTERS, question)
         except ShoalError:
             return
-        self._told[replica_id], self._asked[replica_id] = msgspec.msgpack.decode(answer, type=Told), wanted
+        self._told[replica_id], self._asked[replica_id] = msgspec.msgpack.decode(answer, type=AdaptersTold), wanted
         self._gather()
 
     def _gather(self) -> None:

@@ -12,7 +12,7 @@ from shoal_replica.request import FinishReason, TokenDelta
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimOutcome:
     """What happened to one request, filled in during the run. Times are in simulated seconds; None: not (yet)."""
 
     arrival_s: float
@@ -60,7 +60,7 @@ class Book:
     def __init__(self, config: SimConfig) -> None:
         self._config = config
         self.requests: dict[str, SimRequest] = {}
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, SimOutcome] = {}
         self.num_open = 0
         self.num_decisions = 0
         self.num_missed = 0  # requests that were refused, or whose first token came too late
@@ -74,8 +74,8 @@ class Book:
         self.requests[request.request_id] = request
         self.num_open += 1
 
-    def arrive(self, request_id: str, gateway_id: str, now: float) -> Outcome:
-        outcome = Outcome(now, self.requests[request_id].num_prompt_tokens, gateway_id)
+    def arrive(self, request_id: str, gateway_id: str, now: float) -> SimOutcome:
+        outcome = SimOutcome(now, self.requests[request_id].num_prompt_tokens, gateway_id)
         self.demand += Demand(num_requests=1, num_prompt_tokens=outcome.num_prompt_tokens)
         self.outcomes[request_id] = outcome
         return outcome

@@ -14,7 +14,7 @@ from shoal_cluster.serve.dashboard.meter import Meter
 from shoal_cluster.serve.dashboard.recall import recalled
 from shoal_cluster.serve.dashboard.roster import roster
 from shoal_cluster.serve.dashboard.scaling import Scaling, scaling_now
-from shoal_cluster.serve.dashboard.tally import Tally
+from shoal_cluster.serve.dashboard.tally import RouteTally
 from shoal_cluster.serve.dashboard.update import NUM_EVENTS, NUM_MARKS, NUM_ROUTES, build_update, encode_update
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.past_sample import PastSample
@@ -30,7 +30,7 @@ class DashboardState:
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
         self._meter = Meter()
-        self._tally = Tally()
+        self._tally = RouteTally()
         self._maps: dict[str, asyncio.Task[BlockMap]] = {}  # asked for, or no older than MAP_AGE_S
         self.history = History()
 

@@ -22,7 +22,7 @@ class Share:
     num_prompt_blocks: int
 
 
-class Tally:
+class RouteTally:
     """Counts decisions, over the last ``NUM_COUNTED``, whenever somebody looks at them."""
 
     def __init__(self) -> None:

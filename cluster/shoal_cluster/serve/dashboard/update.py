@@ -11,7 +11,7 @@ from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.meter import Rates
 from shoal_cluster.serve.dashboard.roster import Card
 from shoal_cluster.serve.dashboard.scaling import Scaling
-from shoal_cluster.serve.dashboard.tally import Share, Tally, cached_blocks
+from shoal_cluster.serve.dashboard.tally import RouteTally, Share, cached_blocks
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary, Quantiles
 from shoal_cluster.serve.ledger import sum_blocks
@@ -129,7 +129,7 @@ def build_update(
     cluster: ClusterRow,
     cards: Sequence[Card],
     routes: Sequence[RouteRecord],
-    tally: Tally,
+    tally: RouteTally,
     rates: Rates | None,
     hit_rate: float | None,
     scaling: Scaling,

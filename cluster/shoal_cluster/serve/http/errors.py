@@ -26,7 +26,7 @@ def is_anthropic(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def report(error: Exception, request_id: str) -> ErrorReport:
+def logged_report(error: Exception, request_id: str) -> ErrorReport:
     """What the client may know of ``error``; an internal error is logged."""
     told = report_error(error, request_id)
     if told.kind is INTERNAL:
@@ -36,7 +36,7 @@ def report(error: Exception, request_id: str) -> ErrorReport:
 
 def error_response(error: Exception, request_id: str, path: str = "") -> Response:
     """The error response on a path."""
-    return report_response(report(error, request_id), request_id, path)
+    return report_response(logged_report(error, request_id), request_id, path)
 
 
 def report_response(

@@ -10,7 +10,7 @@ from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import MESSAGE_ID, Chunk
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event
-from shoal_cluster.serve.http.errors import report
+from shoal_cluster.serve.http.errors import logged_report
 from shoal_cluster.serve.http.messages_types import MessagesRequest
 from shoal_replica.request import FinishReason
 
@@ -71,7 +71,7 @@ class Answer:
 
     def fail(self, error: Exception) -> bytes:
         """The event that ends a stream which has begun."""
-        return event(report(error, self._request_id).anthropic_body(self._request_id), "error")
+        return event(logged_report(error, self._request_id).anthropic_body(self._request_id), "error")
 
     def _grow(self, kind: str, text: str) -> bytes:
         is_open = bool(self._text) and self._blocks[-1]["type"] == kind

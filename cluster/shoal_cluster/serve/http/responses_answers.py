@@ -9,7 +9,7 @@ from shoal_cluster.chat.answer_reader import CallPiece
 from shoal_cluster.serve.call import MESSAGE_ID, RESPONSE_ID, Chunk, Usage
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event
-from shoal_cluster.serve.http.errors import report
+from shoal_cluster.serve.http.errors import logged_report
 from shoal_cluster.serve.http.openai_shapes import ChatShape
 from shoal_cluster.serve.http.responses_types import NamedFunction, ResponsesRequest
 from shoal_replica.executor import TokenLogprobs
@@ -78,7 +78,7 @@ class Response:
 
     def fail(self, error: Exception) -> bytes:
         """The event that ends a stream which has begun."""
-        told = report(error, self._request_id)
+        told = logged_report(error, self._request_id)
         events = self._close("incomplete")
         self._status = "failed"
         self._error = {"code": told.kind.openai_code, "message": told.message}

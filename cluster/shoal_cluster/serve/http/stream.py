@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_cluster.serve.http.encoding import event
-from shoal_cluster.serve.http.errors import error_response, is_anthropic, report
+from shoal_cluster.serve.http.errors import error_response, is_anthropic, logged_report
 from shoal_cluster.serve.request_id import check_request_id, new_request_id
 from shoal_replica.errors import ShoalError
 
@@ -131,7 +131,7 @@ class EventStream(StreamingResponse):
                     await error_response(error, self._request_id, scope["path"])(scope, receive, send)
                     return
                 if error is not None:
-                    data = event(report(error, self._request_id).openai_body())
+                    data = event(logged_report(error, self._request_id).openai_body())
                 if not started:
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                     started = True

@@ -118,10 +118,10 @@ class Gateway:
                 patch.setattr(plan, "library", None)
             sent = self.queue.next(self.view, self._weights, now, self._rng)
         if sent is not None:
-            query, matched = sent.pending.query, sent.candidates.matched_by(sent.replica_id)
+            query, matched = sent.pending.query, sent.candidates.matched_by(sent.decision.best)
             size = uncached_blocks(query, matched), uncached_tokens(query, matched)
-            self.view.expect(query.request_id, sent.replica_id, query.block_hashes)
-            self.view.reserve(query.request_id, sent.replica_id, *size)
+            self.view.expect(query.request_id, sent.decision.best, query.block_hashes)
+            self.view.reserve(query.request_id, sent.decision.best, *size)
         return sent
 
     def held(self, now: float) -> tuple[list[tuple[QueuePlace, ...]], dict[str, tuple[Wish, ...]]]:
@@ -322,4 +322,4 @@ def decided(sent: Dispatch | None) -> object:
         return None
     assert sent.look is not None
     assert sent.look.replay() == (sent.look.assignments, True)
-    return sent.pending.query, sent.replica_id, sent.due_s, sent.yields, sent.look.assignments
+    return sent.pending.query, sent.decision.best, sent.due_s, sent.yields, sent.look.assignments

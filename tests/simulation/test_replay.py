@@ -98,10 +98,10 @@ def test_every_look_of_a_run_decides_the_same_again(monkeypatch: pytest.MonkeyPa
             (assignments, is_sent), query = dispatch.look.replay(), dispatch.pending.query
             assert (assignments, is_sent) == (dispatch.look.assignments, True)
             assert dispatch.look.considered[len(assignments) - 1].query is query
-            assert dispatch.look.snapshot.replica_ids[assignments[-1][0]] == dispatch.replica_id
+            assert dispatch.look.snapshot.replica_ids[assignments[-1][0]] == dispatch.decision.best
             again = route(query, dispatch.candidates, RouteWeights(), Random(dispatch.seed))
             assert again == dispatch.decision
-            assert again.ranked[0] == dispatch.replica_id
+            assert again.ranked[0] == dispatch.decision.best
             sent_by.append((query.request_id, dispatch.look))
         return dispatch
 

@@ -231,7 +231,7 @@ async def test_a_request_for_the_large_replica_waits_while_that_is_away() -> Non
     assert not waiter.turn.done()
     gateway.ledger.view.apply_snapshot("large", make_stats(num_total_blocks=1000), (), time.monotonic())
     gateway.dispatcher.take_turn()
-    assert waiter.turn.result().replica_id == "large"
+    assert waiter.turn.result().decision.best == "large"
     with pytest.raises(InvalidArgument, match="the largest replica has 1000"):
         gateway.enter("too-large", num_prompt_tokens=160_000)
 

@@ -65,8 +65,8 @@ def send(queue: PendingQueue, view: ClusterView, now: float = 0.0) -> list[tuple
     sent = []
     while (dispatch := queue.next(view, WEIGHTS, now, Random(0))) is not None:
         query = dispatch.pending.query
-        view.reserve(query.request_id, dispatch.replica_id, query.num_blocks_needed, query.num_prompt_tokens)
-        sent.append((query.request_id, dispatch.replica_id))
+        view.reserve(query.request_id, dispatch.decision.best, query.num_blocks_needed, query.num_prompt_tokens)
+        sent.append((query.request_id, dispatch.decision.best))
     return sent
 
 
@@ -287,7 +287,7 @@ def test_a_hot_prefix_spreads_when_its_owner_saturates() -> None:
         num_waiting = max(0, math.ceil((cold - hot) / (300 + WEIGHTS.decode_price)))
         assert (dispatch is not None) == (num_waiting < count), count
         if dispatch is not None:
-            assert dispatch.replica_id == "idle"
+            assert dispatch.decision.best == "idle"
             assert int(dispatch.candidates.num_reserved[1]) == num_waiting
             assert dispatch.pending.query.num_alike == num_alike
 
@@ -316,7 +316,7 @@ def test_what_waits_long_for_its_cheapest_replica_goes_where_none_waits_and_it_b
         assert dispatch.look.replay() == (dispatch.look.assignments, True)
         (idle,) = [c for c in dispatch.decision.candidates if c.replica_id == "idle"]
         assert sum(value for name, value in idle.terms if not name.endswith(("_blocks", "_slots"))) == idle.score
-        return dispatch.replica_id
+        return dispatch.decision.best
 
     assert goes_to(2700, 0.0) == "idle", "half of the time left to it is 2.9 s"
     assert goes_to(2500, 0.0) is None
@@ -339,9 +339,9 @@ def test_each_in_a_burst_knows_of_the_copies_made_before_it(count: int) -> None:
         query, matched = dispatch.pending.query, dispatch.candidates.num_matched_blocks
         assert query.num_alike == 1 or query.num_holders == np.count_nonzero(matched == 100)
         told.append(query.num_holders)
-        view.reserve(query.request_id, dispatch.replica_id, 11, 160)
-        place = dispatch.candidates.replica_ids.index(dispatch.replica_id)
-        view.expect(query.request_id, dispatch.replica_id, query.block_hashes, int(matched[place]))
+        view.reserve(query.request_id, dispatch.decision.best, 11, 160)
+        place = dispatch.candidates.replica_ids.index(dispatch.decision.best)
+        view.expect(query.request_id, dispatch.decision.best, query.block_hashes, int(matched[place]))
     assert max(told) >= 1
     assert queue.next(view, WEIGHTS, 1.0, rng) is None
 
@@ -358,7 +358,7 @@ def test_who_waits_for_a_role_for_long_goes_anywhere_and_is_like_others_then() -
     view.apply_update("decodes", full, (), (), 0.5)
     dispatch = queue.next(view, WEIGHTS, 0.5, Random(0))
     assert dispatch is not None
-    assert (dispatch.replica_id, dispatch.pending.query.phase) == ("prefills", "")
+    assert (dispatch.decision.best, dispatch.pending.query.phase) == ("prefills", "")
     assert dispatch.pending.query.num_alike == 4
     assert [one.query.phase for one in queue] == [""] * 3
 
@@ -370,11 +370,11 @@ def test_a_dispatch_decides_the_same_again() -> None:
     dispatches: list[Dispatch] = []
     while (dispatch := queue.next(view, WEIGHTS, 0.0, rng)) is not None:
         dispatches.append(dispatch)
-        view.reserve(dispatch.pending.query.request_id, dispatch.replica_id, 11, 160)
+        view.reserve(dispatch.pending.query.request_id, dispatch.decision.best, 11, 160)
     assert len(dispatches) == 5
     for d in dispatches:
         assert route(d.pending.query, d.candidates, WEIGHTS, Random(d.seed)) == d.decision
-        assert d.decision.ranked[0] == d.replica_id
+        assert d.decision.ranked[0] == d.decision.best
 
 
 def test_removed_requests_are_gone() -> None:
@@ -442,7 +442,7 @@ def test_who_comes_may_change_who_is_heavy_and_so_what_was_planned() -> None:
         queue.push(pending(f"new{number}", 9000, tenant=f"new{number}", arrival_s=0.5))
     dispatch = queue.next(view, weights, 0.5, Random(0))
     assert dispatch is not None
-    assert (dispatch.pending.query.request_id, dispatch.replica_id) == ("light0", "later")
+    assert (dispatch.pending.query.request_id, dispatch.decision.best) == ("light0", "later")
 
 
 def test_an_old_debt_does_not_starve_who_comes_back() -> None:
@@ -502,11 +502,11 @@ def test_who_had_less_passes_what_yields_and_goes_where_nothing_of_its_own_is_be
         dispatch = queue.next(view, WEIGHTS, 0.0, rng)
         assert dispatch is not None
         query, candidates = dispatch.pending.query, dispatch.candidates
-        assert route(query, candidates, WEIGHTS, Random(dispatch.seed)).ranked[0] == dispatch.replica_id
-        view.reserve(request_id, dispatch.replica_id, 1, query.num_prompt_tokens)
+        assert route(query, candidates, WEIGHTS, Random(dispatch.seed)).ranked[0] == dispatch.decision.best
+        view.reserve(request_id, dispatch.decision.best, 1, query.num_prompt_tokens)
         sent.append(dispatch)
     assert [dispatch.yields for dispatch in sent] == [False, False, True, False]
-    assert [dispatch.replica_id for dispatch in sent] == ["own", "other", "own", "other"]
+    assert [dispatch.decision.best for dispatch in sent] == ["own", "other", "own", "other"]
     assert dict(sent[3].pending.query.passed) == {"own": 800, "other": 10_000}, "what yields and is on its way, too"
     assert not sent[0].pending.query.passed
 
@@ -660,11 +660,11 @@ def test_who_waits_goes_before_what_yields_once_another_tenant_was_served() -> N
     queue.push(pending("second", arrival_s=0.5, tenant="second"))
     sent = queue.next(view, weights, 0.5, Random(0))
     assert sent is not None
-    assert (sent.pending.tenant, sent.replica_id) == ("second", "later")
+    assert (sent.pending.tenant, sent.decision.best) == ("second", "later")
     view.reserve("second", "later", 10, 160)
     sent = queue.next(view, weights, 0.5, Random(0))
     assert sent is not None
-    assert (sent.pending.tenant, sent.replica_id) == ("first", "later")
+    assert (sent.pending.tenant, sent.decision.best) == ("first", "later")
 
 
 def test_what_is_to_wait_for_a_replica_that_stalls_is_planned_elsewhere_and_back() -> None:

@@ -112,12 +112,12 @@ def test_held_requests_wait_for_a_replica_of_their_phase(is_native: bool, monkey
         queue.push(PendingRequest(query=make_query(request_id=phase, phase=phase), arrival_s=0.0))
     sent = queue.next(view, RouteWeights(), 0.0, Random(0))
     assert sent is not None
-    assert (sent.pending.query.request_id, sent.replica_id) == ("decode", "b")
+    assert (sent.pending.query.request_id, sent.decision.best) == ("decode", "b")
     assert queue.next(view, RouteWeights(), 0.0, Random(0)) is None
     view.set_roles({"a": "decode", "b": "prefill"})  # while it waits
     sent = queue.next(view, RouteWeights(), 0.1, Random(0))
     assert sent is not None
-    assert (sent.pending.query.request_id, sent.replica_id) == ("prefill", "b")
+    assert (sent.pending.query.request_id, sent.decision.best) == ("prefill", "b")
 
 
 def rule(view: ClusterView, ttft_s: float = 2.0, num_gateways: int = 1) -> Callable[..., str]:
@@ -253,7 +253,7 @@ def test_who_waits_for_long_goes_anywhere() -> None:
         assert queue.next(view, RouteWeights(), now, Random(0)) is None
     sent = queue.next(view, RouteWeights(), 1.6, Random(0))
     assert sent is not None
-    assert (sent.replica_id, sent.pending.query.phase) == ("b", "")
+    assert (sent.decision.best, sent.pending.query.phase) == ("b", "")
     assert sent.look is not None
     assert sent.look.replay() == (sent.look.assignments, True)
 
@@ -265,7 +265,7 @@ def test_those_of_one_phase_do_not_hide_those_of_the_other() -> None:
     queue = queue_of(*["prefill"] * 100, "decode")
     sent = queue.next(view, RouteWeights(), 0.2, Random(0))
     assert sent is not None
-    assert (sent.pending.query.phase, sent.replica_id) == ("decode", "b")
+    assert (sent.pending.query.phase, sent.decision.best) == ("decode", "b")
     assert queue.num_blocks_to_decode == 0
 
 

@@ -198,7 +198,7 @@ class _Bench:
                 took_s += self.updates_s.pop()
         self.decisions_s.append(took_s)
         dispatch = came.waiter.turn.result()
-        request_id, chosen = dispatch.pending.query.request_id, dispatch.replica_id
+        request_id, chosen = dispatch.pending.query.request_id, dispatch.decision.best
         del self._came[request_id]
         self._dispatcher.leave(dispatch.pending)
         self.num_matched += came.num_kept if chosen == came.owner else 0

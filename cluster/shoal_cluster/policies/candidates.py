@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 BYTES_EACH = 8 * (len(PROMISED) + len(STANDING) + 3)
 
 
-class Present:
+class SharedTold:
     """The view's own ``told``, which snapshots share until a report changes it: then ``is_past`` is set before, and a
     snapshot rebuilds its own from the replicas' last reports.
     """
@@ -56,7 +56,7 @@ class Candidates:
 
     __slots__ = (
         "_age_s",
-        "_present",
+        "_shared_told",
         "_told",
         "columns",
         "node_ids",
@@ -78,7 +78,7 @@ class Candidates:
         now: float,
         updated_s: Floats,
         num_matched_blocks: Ints,
-        present: Present | None = None,
+        shared_told: SharedTold | None = None,
     ) -> None:
         self.replica_ids = replica_ids
         self.node_ids = node_ids
@@ -88,7 +88,7 @@ class Candidates:
         self.now = now
         self.updated_s = updated_s
         self.num_matched_blocks = num_matched_blocks
-        self._present = present
+        self._shared_told = shared_told
         self._told: NDArray[np.void] | None = None
         self._age_s: Floats | None = None
 
@@ -122,7 +122,7 @@ class Candidates:
             self.now,
             self.updated_s,
             num_matched_blocks,
-            self._present,
+            self._shared_told,
         )
 
     def __len__(self) -> int:
@@ -139,8 +139,8 @@ class Candidates:
         ``DERIVED`` and ``DUE``. A snapshot of the past rebuilds it on demand.
         """
         if self._told is None:
-            if self._present is not None and not self._present.is_past:
-                return self._present.told
+            if self._shared_told is not None and not self._shared_told.is_past:
+                return self._shared_told.told
             self._told = np.array([*map(told_row, self.stats, self.states)], TOLD)
         return self._told
 

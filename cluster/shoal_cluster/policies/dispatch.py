@@ -12,7 +12,7 @@ from shoal_cluster.policies.routing import Rule
 
 
 class Dispatch(NamedTuple):
-    """A request to send to ``replica_id`` now; ``route`` with these candidates and ``seed`` decides the same again.
+    """A request to send to ``decision.best`` now; ``route`` with these candidates and ``seed`` decides the same again.
 
     Attributes:
         candidates: what the decision saw. Its promises include what more urgent requests, still held, will take.
@@ -24,7 +24,6 @@ class Dispatch(NamedTuple):
     """
 
     pending: PendingRequest
-    replica_id: str
     due_s: float
     candidates: Candidates
     seed: int

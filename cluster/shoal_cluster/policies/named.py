@@ -50,7 +50,7 @@ class NamedPlacement:
         if not decision.ranked:
             return None
         self.note(query, decision.best)
-        return Dispatch(pending, decision.best, math.inf, candidates, seed, decision, None, rule)
+        return Dispatch(pending, math.inf, candidates, seed, decision, None, rule)
 
     def forget(self, replica_id: str) -> None:
         """A replica has left."""

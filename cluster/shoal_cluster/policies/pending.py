@@ -236,7 +236,6 @@ class PendingQueue:
         pending, query = held.pending, seen[-1].query
         return Dispatch(
             pending if pending.query is query else replace(pending, query=query),
-            sent.decision.best,
             now if pending.priority == RESUMED_PRIORITY else seen[-1].due_s,  # its client is in mid-answer
             sent.candidates,
             sent.seed,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal_cluster.policies.candidates import Candidates, Item, Present, with_item
+from shoal_cluster.policies.candidates import Candidates, Item, SharedTold, with_item
 from shoal_cluster.policies.columns import (
     PROMISED,
     TOLD,
@@ -55,11 +55,11 @@ class ClusterView:
         self._told, self._columns = np.array([], TOLD), unknown_columns(0)
         self._foreign: list[tuple[int, int, int]] = []  # the part that other gateways have promised
         self._updated_s = np.zeros(0)  # infinite while there are no stats
-        self._present = Present(self._told)
+        self._shared_told = SharedTold(self._told)
         self._is_told_shared = self._is_promised_shared = False  # with snapshots: copy before a change
         self._nothing = np.zeros(0, np.int64)
         self._matches = Matches()
-        self._known: Candidates | None = None  # the last snapshot for no prompt; None after a change
+        self._present: Candidates | None = None  # the last snapshot for no prompt; None after a change
 
     def __len__(self) -> int:
         return len(self._replica_ids)
@@ -87,7 +87,7 @@ class ClusterView:
         if node_id:
             place = self._place_of[replica_id]
             self._node_ids = with_item(self._node_ids, place, node_id)
-            self._known = None
+            self._present = None
 
     def leave(self, replica_id: str) -> None:
         """Remove a member: forget its blocks, its stats and what was promised on it. Idempotent."""
@@ -228,14 +228,14 @@ class ClusterView:
 
     def candidates(self, block_hashes: Sequence[BlockHash], now: float) -> Candidates:
         """A snapshot of all members for one prompt. ``block_hashes`` may be empty."""
-        known = self.present(now)
+        present = self.present(now)
         self._is_told_shared = self._is_promised_shared = True
-        return known.matching(self.match(block_hashes)) if block_hashes else known
+        return present.matching(self.match(block_hashes)) if block_hashes else present
 
     def present(self, now: float) -> Candidates:
         """``candidates`` for no prompt, valid only until the view changes."""
-        if self._known is None or self._known.now != now:
-            self._known = Candidates(
+        if self._present is None or self._present.now != now:
+            self._present = Candidates(
                 self._replica_ids,
                 self._node_ids,
                 self._stats,
@@ -244,9 +244,9 @@ class ClusterView:
                 now,
                 self._updated_s,
                 self._nothing,
-                self._present,
+                self._shared_told,
             )
-        return self._known
+        return self._present
 
     def replicas_for(self, block_hashes: Sequence[BlockHash], now: float) -> tuple[ReplicaView, ...]:
         """``candidates`` as rows."""
@@ -310,16 +310,16 @@ class ClusterView:
 
     def _own_told(self) -> None:
         """Call before a replica's report or its time changes."""
-        self._known = None
+        self._present = None
         if self._is_told_shared:
             self._is_told_shared = False
             self._stats, self._updated_s = self._stats[:], self._updated_s.copy()
-            self._present.is_past = True
-            self._present = Present(self._told)
+            self._shared_told.is_past = True
+            self._shared_told = SharedTold(self._told)
 
     def _own_promised(self) -> None:
         """Call before a column changes."""
-        self._known = None
+        self._present = None
         if self._is_promised_shared:
             self._is_promised_shared = False
             self._columns = self._columns.copy()
@@ -344,7 +344,7 @@ class ClusterView:
         self._updated_s = np.array(carried(self._updated_s.tolist(), np.inf))
         self._foreign, self._node_ids = carried(self._foreign, (0, 0, 0)), tuple(carried(self._node_ids, ""))
         self._is_told_shared = self._is_promised_shared = False
-        self._present, self._known = Present(self._told), None
+        self._shared_told, self._present = SharedTold(self._told), None
         self._nothing, self._replica_ids = np.zeros(len(members), np.int64), members
         self._place_of = {replica_id: place for place, replica_id in enumerate(members)}
         self._matches.set_members(self.index, members)

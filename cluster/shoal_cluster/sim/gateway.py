@@ -261,10 +261,10 @@ class SimGateway:
                 return
             self._book.num_decisions += 1
             query = dispatch.pending.query
-            if self._send(query, dispatch.replica_id, dispatch.candidates, dispatch.due_s, dispatch.yields):
+            if self._send(query, dispatch.decision.best, dispatch.candidates, dispatch.due_s, dispatch.yields):
                 self._sent[query.request_id] = dispatch.pending
             else:  # the replica has begun to drain
-                self._hold_again(dispatch.pending, dispatch.replica_id)
+                self._hold_again(dispatch.pending, dispatch.decision.best)
 
     def _recall(self, replica_id: str) -> None:
         """A replica has stalled: hold its unstarted requests again, if another replica could take them."""

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from shoal_cluster.serve.dashboard.history import BUCKET_S, COARSE_S, FINE_S, History, Sample
 from shoal_cluster.serve.dashboard.meter import WINDOW_S, Meter
-from shoal_cluster.serve.dashboard.recall import recalled
+from shoal_cluster.serve.dashboard.replica_pasts import recalled
 from shoal_cluster.serve.dashboard.roster import roster
 from shoal_cluster.serve.past_sample import PastSample
 from shoal_cluster.serve.rows import ClusterRow, ReplicaRow

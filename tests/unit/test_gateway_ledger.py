@@ -15,7 +15,7 @@ from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.feed_messages import Update
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_cluster.serve.sent import Follower
+from shoal_cluster.serve.sent_requests import Follower
 
 CONFIG = HoldConfig(objective=LatencyObjective(), prefill=PrefillTime(tokens_per_s=1000.0, pair_s=0.0))
 YIELDING = make_stats(num_waiting_tokens=10_000, max_num_batched_tokens=2048, due_tokens=(*[0] * 4, *[10_000] * 3))

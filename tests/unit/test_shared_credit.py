@@ -21,7 +21,7 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.feed_messages import InFlight, ToldWish
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.member import Member
-from shoal_cluster.serve.sent import Follower
+from shoal_cluster.serve.sent_requests import Follower
 from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.prefix_cache import hash_blocks
 

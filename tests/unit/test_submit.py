@@ -24,7 +24,7 @@ from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.grpc_service import GenerationService
 from shoal_cluster.serve.journal import EventKind
 from shoal_cluster.serve.outcome import Outcome
-from shoal_cluster.serve.sent import Follower
+from shoal_cluster.serve.sent_requests import Follower
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_protos import generation_pb2
 from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable

@@ -21,7 +21,7 @@ from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.feed_messages import Update
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
-from shoal_cluster.serve.sent import Follower
+from shoal_cluster.serve.sent_requests import Follower
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 from shoal_replica.stats import ReplicaStats
 

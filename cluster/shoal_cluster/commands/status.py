@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from shoal_cluster.serve.ledger import BlockLedger
+    from shoal_cluster.serve.block_sums import BlockLedger
     from shoal_cluster.serve.rows import ClusterRow, ReplicaRow
     from shoal_replica.stats import ReplicaStats
 
@@ -83,7 +83,7 @@ def _screen(cluster: ClusterRow, replicas: bool) -> RenderableType:
 
 
 def _as_json(cluster: ClusterRow) -> dict[str, Any]:
-    from shoal_cluster.serve.ledger import sum_blocks
+    from shoal_cluster.serve.block_sums import sum_blocks
 
     ledger = sum_blocks(cluster.replicas)
     body: dict[str, Any] = msgspec.to_builtins(cluster)
@@ -120,7 +120,7 @@ def _table(cluster: ClusterRow) -> Table:
     from rich import box
     from rich.table import Table
 
-    from shoal_cluster.serve.ledger import sum_blocks
+    from shoal_cluster.serve.block_sums import sum_blocks
 
     spoken = [row.stats for row in cluster.replicas if row.stats is not None]
     title = (

@@ -16,7 +16,7 @@ from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.route_decision import CandidateTerms, RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, Rule
-from shoal_cluster.serve.ledger import BlockLedger, sum_blocks
+from shoal_cluster.serve.block_sums import BlockLedger, sum_blocks
 from shoal_cluster.serve.rows import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality
 from shoal_protos import control_pb2 as pb

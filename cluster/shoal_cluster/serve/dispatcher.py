@@ -14,7 +14,7 @@ from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest, QueuePlace
 from shoal_cluster.policies.hold_config import HoldConfig
-from shoal_cluster.policies.named import NamedPlacement
+from shoal_cluster.policies.named_placement import NamedPlacement
 from shoal_cluster.policies.pending import PendingQueue
 from shoal_cluster.serve.admission_desk import AdmissionDesk
 from shoal_cluster.serve.explanation import Explanation, HeldRequest

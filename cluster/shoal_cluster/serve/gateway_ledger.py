@@ -11,7 +11,7 @@ from functools import partial
 
 from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.named import NamedPlacement, placement_by
+from shoal_cluster.policies.named_placement import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
@@ -22,13 +22,13 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.serve.block_sources import BlockSources
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import BlockSource, Refused, Snapshot, Update
+from shoal_cluster.serve.gateway_phases import Phases
 from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.moves import Moves
-from shoal_cluster.serve.phases import Phases
 from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
-from shoal_cluster.serve.sent import Follower, SentRequests
+from shoal_cluster.serve.sent_requests import Follower, SentRequests
 from shoal_cluster.serve.shared_credit import SharedCredit
 from shoal_cluster.serve.view_tally import ViewTally
 from shoal_replica.errors import InvalidArgument, NotFound, shown

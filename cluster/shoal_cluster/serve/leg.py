@@ -13,7 +13,7 @@ import msgspec
 from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.feed_messages import Refused
 from shoal_cluster.serve.outcome import Outcome
-from shoal_cluster.serve.sent import Follower
+from shoal_cluster.serve.sent_requests import Follower
 from shoal_replica.errors import InvalidArgument, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, TokenDelta
 from shoal_replica.text_stream import TextStream

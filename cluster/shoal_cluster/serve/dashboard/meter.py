@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from shoal_cluster.serve.block_sums import sum_blocks
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, Sample
 from shoal_cluster.serve.dashboard.roster import Card
-from shoal_cluster.serve.ledger import sum_blocks
 from shoal_cluster.serve.replica_state import State
 from shoal_cluster.serve.rows import ClusterRow
 

@@ -11,7 +11,7 @@ import msgspec
 from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.dashboard.history import SAMPLE_PERIOD_S, History
 from shoal_cluster.serve.dashboard.meter import Meter
-from shoal_cluster.serve.dashboard.recall import recalled
+from shoal_cluster.serve.dashboard.replica_pasts import recalled
 from shoal_cluster.serve.dashboard.roster import roster
 from shoal_cluster.serve.dashboard.scaling import Scaling, scaling_now
 from shoal_cluster.serve.dashboard.tally import RouteTally

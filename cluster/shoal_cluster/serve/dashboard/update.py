@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.serve.block_sums import sum_blocks
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.meter import Rates
 from shoal_cluster.serve.dashboard.roster import Card
@@ -14,7 +15,6 @@ from shoal_cluster.serve.dashboard.scaling import Scaling
 from shoal_cluster.serve.dashboard.tally import RouteTally, Share, cached_blocks
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary, Quantiles
-from shoal_cluster.serve.ledger import sum_blocks
 from shoal_cluster.serve.rows import ClusterRow, ModelRow
 
 MAX_UPDATE_BYTES = 10_000

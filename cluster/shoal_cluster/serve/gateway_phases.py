@@ -1,4 +1,4 @@
-"""Which phase of a request a placement is for, where replicas have roles."""
+"""``PhaseRule`` for a gateway's calls: which phase its placements are for, and which replicas get the prompt alone."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class GatewayClient:
         """What the gateways know of a request's placement."""
         request = control_pb2.ExplainRouteRequest(request_id=request_id)
         with self._own_errors():
-            told = self._explain(request, timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
-            explanation: Explanation = await told
+            call = self._explain(request, timeout=CONTROL_TIMEOUT_S, metadata=self._metadata)
+            explanation: Explanation = await call
         return explanation
 
     async def scaling(self) -> ScalingRow:

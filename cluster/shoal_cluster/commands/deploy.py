@@ -65,9 +65,9 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
         is_gateway = isinstance(deployment, dict) and deployment.get("name") == GATEWAY
         if is_gateway and "user_config" in deployment:  # null would not be told to gateways that run
             deployment["user_config"] = deployment["user_config"] or {}
-            told = UserConfig.from_dict(deployment["user_config"], config)
-            if told.adapters:
-                deployment["user_config"]["adapters"] = dict(told.adapters)
+            user_config = UserConfig.from_dict(deployment["user_config"], config)
+            if user_config.adapters:
+                deployment["user_config"]["adapters"] = dict(user_config.adapters)
     return document, config
 
 

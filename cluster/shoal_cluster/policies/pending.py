@@ -145,8 +145,8 @@ class PendingQueue:
         """Prompt tokens of the other held requests that go before this one while its objective can be met, and how many
         these are: requests that come after it, such as those whose objective is lost, fill no queue for it.
         """
-        its = self._held[request_id]
-        return self._by_urgency.before(its, its.pending.arrival_s + its.length_s)
+        held = self._held[request_id]
+        return self._by_urgency.before(held, held.pending.arrival_s + held.length_s)
 
     def last(self) -> PendingRequest | None:
         """The request that is last in order, of those that may be refused: they have not been placed before."""
@@ -156,9 +156,9 @@ class PendingQueue:
         """The last requests that come before this one, the most urgent first, then itself, at most ``limit``; and how
         many there are in all. Nothing if it is not held.
         """
-        if (its := self._held.get(request_id)) is None:
+        if (asked := self._held.get(request_id)) is None:
             return (), 0
-        last, count = self._by_urgency.up_to(its, limit)
+        last, count = self._by_urgency.up_to(asked, limit)
         return tuple(held.queue_place(now) for held in last), count
 
     def turn(self, view: ClusterView, num_gateways: int, now: float, rng: Random) -> float:
@@ -306,8 +306,8 @@ class PendingQueue:
             num_left -= held.sized_s > -math.inf
             query, matched = held.pending.query, look_up(held, view, now)
             self._alike.note(held, present)
-            its = takes & is_eligible(query, present) if query.is_restricted else takes
-            num_new_tokens = uncached_tokens(query, int(matched[its].max(initial=0)))
+            takes_it = takes & is_eligible(query, present) if query.is_restricted else takes
+            num_new_tokens = uncached_tokens(query, int(matched[takes_it].max(initial=0)))
             held.sized_s = now
             if num_new_tokens != held.num_new_tokens:
                 held.assignment = None
@@ -329,6 +329,6 @@ class PendingQueue:
         everyone = ((held, held.planned) for held in self._by_urgency if held.planned is not None)
         for held, planned in islice(everyone, self._config.max_considered):
             rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
-            its = Wish(rank, *planned[1:], *objective, self._by_urgency.is_over(held))
-            wishes.setdefault(planned.replica_id, []).append(its)
+            wish = Wish(rank, *planned[1:], *objective, self._by_urgency.is_over(held))
+            wishes.setdefault(planned.replica_id, []).append(wish)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}

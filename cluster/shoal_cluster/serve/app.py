@@ -63,8 +63,8 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=2,
         ray_actor_options=_actor(gateway.num_cpus, gateway.resources),
     )
-    its = config.model_copy(update={"gateway": config.gateway.without_secrets()})
-    return front.bind(replicas.bind(its), config)
+    config_without_secrets = config.model_copy(update={"gateway": config.gateway.without_secrets()})
+    return front.bind(replicas.bind(config_without_secrets), config)
 
 
 def _resources(replica: ReplicaSettings) -> dict[str, Any]:

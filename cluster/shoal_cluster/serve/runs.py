@@ -111,8 +111,8 @@ class Runs:
             run.ended.set_result(Outcome(refused=True, reason=str(error), field=error.field))
         except Exception as error:  # any error is this request's alone: its gateway's feed carries others
             if not isinstance(error, EngineDead):
-                told = fields(request_id=request_id, **error_fields(error))
-                _log.error("the engine could not take a request", extra=told)
+                log_fields = fields(request_id=request_id, **error_fields(error))
+                _log.error("the engine could not take a request", extra=log_fields)
             run.ended.set_exception(error)
             run.ended.exception()  # counts as retrieved: the call raises it, if it comes
         else:

@@ -61,9 +61,9 @@ def build_http_app(
     app.add_middleware(KeyCheck, core=core, refuse=refuse_unread)
     app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)  # around the other
     if cors_origins:  # around both: a browser asks first, without a key
-        told = ("x-request-id", "request-id", "retry-after")
+        exposed_headers = ("x-request-id", "request-id", "retry-after")
         allowed: Any = {"allow_origins": tuple(cors_origins), "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
-        app.add_middleware(CORSMiddleware, **allowed, expose_headers=told)
+        app.add_middleware(CORSMiddleware, **allowed, expose_headers=exposed_headers)
 
     async def refuse(request: Request, error: Exception) -> Response:
         if request.method == "POST":

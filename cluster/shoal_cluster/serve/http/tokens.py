@@ -100,8 +100,8 @@ def tokens_router(core: GatewayCore) -> APIRouter:
 def _tokenized(core: GatewayCore, body: TokenizeBody, asked: Prompt, max_model_len: int) -> bytes:
     token_ids = core.tokenize(asked, add_special_tokens=body.add_special_tokens)
     texts = [token_text(core.token_bytes(each)) for each in token_ids] if body.return_token_strs else None
-    told = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
-    return encode(told)
+    answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
+    return encode(answer)
 
 
 def _detokenized(core: GatewayCore, token_ids: Sequence[int], vocab_size: int) -> bytes:

@@ -33,12 +33,17 @@ class AsyncLLM:
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncLLM:
         """Load the model in a thread and start the engine's loop."""
+        tokenizer = Tokenizer.from_folder(config.model.folder)  # first: it is what most often cannot be read
         executor = await asyncio.to_thread(build_executor, config)
         engine = build_engine(config, executor)
-        llm = cls(config, engine, Tokenizer.from_folder(config.model.folder))
+        llm = cls(config, engine, tokenizer)
         engine.subscribe(llm._dispatch)
         engine.start()
-        await asyncio.to_thread(llm._grammars.load)
+        try:
+            await asyncio.to_thread(llm._grammars.load)
+        except BaseException:
+            await engine.stop()
+            raise
         return llm
 
     async def generate(

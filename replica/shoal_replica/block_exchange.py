@@ -99,7 +99,11 @@ class BlockExchange:
         table.make_room()
         moves_out = self._kv.host.take_moves()[0]
         step = SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out)
-        await self._thread.run((lambda: self._executor.execute(step)) if moves_out else (lambda: None))
+        try:
+            await self._thread.run((lambda: self._executor.execute(step)) if moves_out else (lambda: None))
+        except Exception:  # not if cancelled, for then the work has been done
+            self._kv.host.forget(row for _, row in moves_out)
+            raise
 
     async def _copy(self, work: Callable[[], T]) -> T:
         return await (self._thread.run(work) if self.waits_for_steps else self._thread.run_beside(work))

@@ -95,7 +95,7 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # whatever a template does with what it is given
-            roles = [turn["role"] for turn in messages]
+            roles = [turn.get("role") for turn in messages]
             raise InvalidArgument("messages", roles, f"the model's chat template refuses them: {error}") from None
         text = "".join(parts)
         return _cut(text) if end is PromptEnd.CONTINUED else text

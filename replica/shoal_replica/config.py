@@ -43,7 +43,7 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step (running sequences and computed tokens), and the length and order of the waiting queue.
 
-    ``num_speculative_tokens`` is how many guesses at what follows a step may compute for a sequence; 0 for none, None
+    ``num_speculative_tokens`` is how many draft tokens a step may compute for a sequence; 0 for none, None
     for the device's default, which ``resolve_config`` finds.
     """
 

@@ -82,8 +82,8 @@ class Engine:
         return self._reports.subscribe(subscriber)
 
     def add(self, request: Request, num_coming_blocks: int = 0) -> asyncio.Future[None]:
-        """Queue a request; if so many of its leading blocks are on their way here, it is held until ``release``. The
-        future completes when its last sequence has ended; its tokens go to subscribers.
+        """Queue a request. If ``num_coming_blocks`` of its leading blocks are on their way here, it waits for
+        ``release``. The future completes when its last sequence has ended; its tokens go to subscribers.
 
         Raises:
             EngineDead: a step has failed.
@@ -240,7 +240,10 @@ class Engine:
 
     def _depart(self) -> Flight | None:
         output = self._scheduler.schedule(time.monotonic())
-        return None if output is None else self._thread.depart(output)
+        if output is None:
+            self._scheduler.kv.host.note_dropped()
+            return None
+        return self._thread.depart(output)
 
     def _depart_after(self, flight: Flight) -> Flight | None:
         planned = self._scheduler.lookahead.plan(flight.planned)

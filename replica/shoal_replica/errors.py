@@ -5,7 +5,8 @@ ShoalError
 │   └── PromptTooLong  the prompt leaves no room in the model's context
 ├── Unauthenticated    the caller has presented no key that is known
 ├── PermissionDenied   the caller may not do this: a control without the admin key
-├── NotFound           no such model, file or request
+├── NotFound           no such file or request
+│   └── ModelNotFound  no such model or adapter
 ├── ResourceExhausted  no room now; may carry ``retry_after_s``
 ├── DeadlineExceeded   the caller's deadline passed
 ├── Unavailable        the replica or the cluster cannot answer; trying again may help

@@ -75,7 +75,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     moves_out: tuple[tuple[int, int], ...] = ()
     moves_in: tuple[tuple[int, int], ...] = ()
     chosen_tokens: tuple[tuple[int, int], ...] = ()  # (seq_id, token), of sequences with ``num_candidates``
-    num_drafts_wanted: int = 0  # most tokens to guess for each sequence after the step
+    num_drafts_wanted: int = 0  # most draft tokens to find for each sequence after the step
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +111,8 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
-    """Guessed tokens that may follow the ``num_tokens`` tokens of a sequence. The last ``num_matched`` of these have
-    been followed by them before.
+    """Draft tokens, which may follow the ``num_tokens`` tokens of a sequence. The last ``num_matched`` of these have been
+    followed by them before.
     """
 
     seq_id: int
@@ -133,6 +133,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     scored: tuple[ScoredTokens, ...] = ()
     drafts: tuple[Draft, ...] = ()
     step_s: float = 0.0
+
+    def by_sequence(self) -> dict[int, list[SampledToken]]:
+        """The sampled tokens, by sequence."""
+        tokens: dict[int, list[SampledToken]] = {}
+        for token in self.sampled:
+            tokens.setdefault(token.seq_id, []).append(token)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

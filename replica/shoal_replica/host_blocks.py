@@ -99,6 +99,18 @@ class HostBlocks:
         del self._out[:num_moves]
         self._num_sent -= num_moves
 
+    def note_dropped(self) -> None:
+        """No step is planned ahead any more. What was to be moved stays recorded."""
+        self._num_sent = 0
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """What was to be moved to these rows is not there: the step that should have moved it has failed."""
+        lost = {*rows}
+        for block_hash in [block_hash for block_hash, row in self._rows.items() if row in lost]:
+            self._free.append(self._rows.pop(block_hash))
+            self._busy.discard(block_hash)
+            self._on_forget(block_hash)
+
     def check_invariants(self) -> None:
         """Every row is free or holds one block; every block to be moved has a row."""
         rows = [*self._rows.values(), *self._free]

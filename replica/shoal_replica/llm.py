@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shoal_replica.adapter import VERSION_MARK
 from shoal_replica.build import adapter_names, build_executor, build_scheduler, find_adapters, resolve_config
 from shoal_replica.chat_template import PromptEnd, Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
@@ -76,6 +77,7 @@ class LLM:
         num_blocks: size of the KV block pool; None sizes it by ``max_num_seqs`` and the available memory.
         num_host_blocks: more blocks in host memory, which keep cached prefixes evicted from the pool.
         max_num_seqs, max_num_batched_tokens: limits of one step.
+        enable_prefix_caching: reuse the KV blocks of prompts that begin alike.
         dtype: "auto" (the checkpoint's; bfloat16 on an NPU), "bfloat16" or "float32".
         quantization: "none", or "int8" or "int4" to round weights when they are loaded; or "w8a8" or "w4a8" to round
             activations to 8 bits as well.
@@ -88,8 +90,8 @@ class LLM:
         graph_sizes: on an NPU, the batch sizes for which decode-only steps are captured as graphs; None chooses them,
             [] captures none.
         adapters: folders, or hub ids, of LoRA adapters in PEFT's format, by the names under which prompts ask for them.
-        num_speculative_tokens: guesses at what follows that a step may compute for a sequence, where that pays; 0 for
-            none, None for 8 on a CPU and 0 on an NPU.
+        num_speculative_tokens: draft tokens that a step may compute for a sequence, where that pays; 0 for none,
+            None for 8 on a CPU and 0 on an NPU.
 
     Raises:
         NotFound, ConfigError: see ``resolve_config`` and ``sampling_defaults``.
@@ -142,8 +144,9 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(self.config.model.folder)
         self._grammars = Grammars(self.config.model)
         self._default_params = SamplingParams(**sampling_defaults(Path(self.config.model.folder)))
-        self._adapters = adapter_names(self.config)
-        self._scheduler = build_scheduler(self.config, self._adapters)
+        self._versions = {name: name for name in adapter_names(self.config)}  # of adapters, by the name prompts give
+        self._loaded = {*self._versions.values()}
+        self._scheduler = build_scheduler(self.config, self._loaded)
         self._executor = build_executor(self.config)
         self._ids = itertools.count()
         self._subscribers: list[Callable[[StepTiming], None]] = []
@@ -213,8 +216,7 @@ class LLM:
         return self.generate([self.tokenizer.encode(text, add_special_tokens=False) for text in texts], params, adapter)
 
     def load_adapter(self, name: str, source: str) -> None:
-        """Let prompts ask for one more adapter. A name that has been used before finds its old prefixes cached: give
-        another version another name.
+        """Let prompts ask for one more adapter. It reuses no prefixes computed with another one of the same name.
 
         Args:
             source: a folder, or a hub id.
@@ -222,19 +224,22 @@ class LLM:
         Raises:
             NotFound, ConfigError: there is no such adapter, it is not of this model, or the name is taken.
         """
-        if name in self._adapters:
-            raise ConfigError(f"adapters.{name}: is loaded already")
+        if name in self._versions:
+            raise ConfigError(f"adapters.{name}: is already loaded")
         (adapter,) = find_adapters({name: source}, self.config.model)
-        self._executor.load(adapter)
-        self._adapters.add(name)
+        version = f"{name}{VERSION_MARK}{next(self._ids)}"
+        self._executor.load(replace(adapter, name=version))
+        self._versions[name] = version
+        self._loaded.add(version)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter. Raises InvalidArgument if it is not loaded."""
         if not name:
             raise InvalidArgument("adapter", name, "the model itself cannot be unloaded")
-        check_adapter(name, self._adapters)
-        self._adapters.remove(name)
-        self._executor.unload(name)
+        check_adapter(name, self._versions)
+        version = self._versions.pop(name)
+        self._loaded.remove(version)
+        self._executor.unload(version)
 
     def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
         """Call ``subscriber`` after every step from now on. Returns a function that unsubscribes it."""
@@ -260,7 +265,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str) -> Request:
         model = self.config.model
         token_ids, params = prepared(prompt, params, self.tokenizer, model.max_model_len, model.vocab_size)
-        check_adapter(adapter, self._adapters)
+        check_adapter(adapter, self._versions)
         if params.structured_output is not None:
             self._grammars.check(params.structured_output)
         return Request(
@@ -268,7 +273,7 @@ class LLM:
             prompt_token_ids=token_ids,
             sampling_params=params,
             arrival_s=time.monotonic(),
-            adapter=adapter,
+            adapter=self._versions.get(adapter, ""),
         )
 
     def _step(self, outputs: dict[str, _Collector]) -> None:

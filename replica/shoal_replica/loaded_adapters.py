@@ -35,12 +35,13 @@ class LoadedAdapters:
     async def load(self, adapter: AdapterConfig) -> None:
         """Let requests ask for an adapter. Raises ConfigError, also where the name is taken, and EngineDead."""
         if adapter.name in self._held:
-            raise ConfigError(f"adapters.{adapter.title}: is loaded already")
+            raise ConfigError(f"adapters.{adapter.title}: is already loaded")
         self._held.add(adapter.name)
         try:
             await self._thread.run(partial(self._executor.load, adapter), lambda: self.names.add(adapter.name))
         except BaseException:
-            self._held.discard(adapter.name)
+            if adapter.name not in self.names:  # else the executor has it, though nobody has waited for that
+                self._held.discard(adapter.name)
             raise
 
     async def unload(self, name: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal_replica.config import SchedulerConfig
-from shoal_replica.executor import Draft, SampledToken, ScheduledSequence, SchedulerOutput, StepResult
+from shoal_replica.executor import Draft, ScheduledSequence, SchedulerOutput, StepResult
 from shoal_replica.finish_rule import FinishRule
 from shoal_replica.host_blocks import Move
 from shoal_replica.kv_cache import KVCacheManager, TableChange
@@ -98,9 +98,7 @@ class Lookahead:
 
         Changes nothing, and may be called in the executor's thread, whether ``result`` is processed yet or not.
         """
-        sampled: dict[int, list[SampledToken]] = {}
-        for token in result.sampled:
-            sampled.setdefault(token.seq_id, []).append(token)
+        sampled = result.by_sequence()
         shares = {share.seq_id: share for share in before.scheduled}
         kept: dict[int, ScheduledSequence] = {}
         for seq_id in planned.room:

@@ -12,6 +12,7 @@ from shoal_replica.model.cpu_kernels import choose_kernels
 from shoal_replica.model.parameters import NORMS
 from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
 from shoal_replica.shard import Shard, make_shard
+from shoal_replica.weight_formats import GROUP_SIZE
 
 GIB = 2**30
 MIB = 2**20
@@ -156,7 +157,7 @@ def plan_host(
     weights = int(sum(shard_weight_bytes(plain, shard) for shard in shards) * rounded)
     screen = 0
     is_screened = kernels.is_native and model.dtype == "bfloat16" and model.has_plain_tables
-    if is_screened and model.hidden_size % 32 == 0 and parallel.tensor_parallel_size == 1:
+    if is_screened and model.hidden_size % GROUP_SIZE == 0 and parallel.tensor_parallel_size == 1:
         # A second copy of the head, in 8 bits and a scale per 32 weights, by which greedy tokens are found.
         screen = model.vocab_size * model.hidden_size * 17 // 16 * sum(shard.is_last_stage for shard in shards)
     # One parameter is held beside the weights, of experts all of a layer; and once more where it is rounded.

@@ -12,7 +12,7 @@ from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.model_family import family_fields, rotated_share, text_config
 from shoal_replica.moe_config import MoeConfig
 from shoal_replica.rope import read_rope
-from shoal_replica.weight_formats import LAYER_BITS, StoredQuantization, read_stored
+from shoal_replica.weight_formats import GROUP_SIZE, LAYER_BITS, StoredQuantization, read_stored
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -175,8 +175,10 @@ class ModelConfig:
             return self.num_parameters * DTYPE_BYTES[self.dtype]
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         layers = self.num_parameters - tables
-        table_bits = 32 * 8 * DTYPE_BYTES[self.dtype] if self.has_plain_tables else 8 * 32 + 16
-        return (tables * table_bits + layers * (bits * 32 + (16 if bits == 8 else 32))) // (8 * 32)
+        # Of a group: 8 bits have a 16-bit scale, 4 bits a minimum as well.
+        table_bits = GROUP_SIZE * 8 * DTYPE_BYTES[self.dtype] if self.has_plain_tables else 8 * GROUP_SIZE + 16
+        layer_bits = bits * GROUP_SIZE + (16 if bits == 8 else 32)
+        return (tables * table_bits + layers * layer_bits) // (8 * GROUP_SIZE)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers."""

@@ -1,4 +1,4 @@
-"""Guesses at what follows in a sequence, looked up in the sequence itself (prompt lookup decoding, Saxena 2023)."""
+"""Draft tokens for a sequence, looked up in the sequence itself (prompt lookup decoding, Saxena 2023)."""
 
 from __future__ import annotations
 

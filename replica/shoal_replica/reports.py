@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class Reports:
         self._subscribers: list[Subscriber] = []
         self._told = stats()
         self._is_changed = False
+        self._to_tell = deque[StepReport]()  # the first is being told
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call ``subscriber`` with every report from now on. Returns a function that unsubscribes it."""
@@ -56,11 +58,20 @@ class Reports:
         self._is_changed = True
 
     def publish(self, deltas: Iterable[TokenDelta] = (), step_s: float | None = None) -> None:
-        """Tell the subscribers of ``deltas``, of block events since the last report, and of the present ledger."""
+        """Tell the subscribers of ``deltas``, of block events since the last report, and of the present ledger. If one
+        of them causes another report, all hear of that after this one.
+        """
         stored, removed = self._scheduler.take_block_events()
         if self._is_changed or time.time() - self._told.time_s >= self._heartbeat_s:
             self._told = self._stats()
             self._is_changed = False
-        report = StepReport(tuple(deltas), tuple(stored), tuple(removed), self._told, step_s)
-        for subscriber in tuple(self._subscribers):
-            subscriber(report)
+        self._to_tell.append(StepReport(tuple(deltas), tuple(stored), tuple(removed), self._told, step_s))
+        if len(self._to_tell) > 1:
+            return  # a subscriber has caused it: whoever tells the first tells this one after it
+        try:
+            while self._to_tell:
+                for subscriber in tuple(self._subscribers):
+                    subscriber(self._to_tell[0])
+                self._to_tell.popleft()
+        finally:
+            self._to_tell.clear()

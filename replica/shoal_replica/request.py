@@ -94,7 +94,7 @@ class Request:
         return self.sampling_params.prompt_logprobs is not None
 
     @property
-    def is_cached(self) -> bool:
+    def uses_prefix_cache(self) -> bool:
         """Whether its blocks may come from the prefix cache and enter it."""
         return not self.is_scored  # what is found there cannot be scored
 
@@ -134,7 +134,7 @@ class Sequence:
     @property
     def tokens(self) -> Tokens | None:
         """As the prefix cache knows them; None if it is not to know them."""
-        if not self.request.is_cached:
+        if not self.request.uses_prefix_cache:
             return None
         return Tokens(self.token_ids, self.request.cache_salt, self.request.adapter)
 
@@ -193,7 +193,7 @@ class Sequence:
     def extend_hashes(self, block_size: int) -> None:
         """Hash the blocks that ``token_ids`` has filled since the last call."""
         request = self.request
-        if request.is_cached:
+        if request.uses_prefix_cache:
             extend_block_hashes(self.block_hashes, self.token_ids, block_size, request.cache_salt, request.adapter)
 
     def num_scored(self, start: int, end: int) -> int:

@@ -44,7 +44,9 @@ def check_adapter(name: str, loaded: Iterable[str]) -> None:
     """Raise InvalidArgument if ``name`` is neither empty nor one of the ``loaded`` adapters."""
     known = sorted(loaded)
     if name and name not in known:
-        raise InvalidArgument("adapter", name, f"must be one of {', '.join(known)}" if known else "none is loaded")
+        raise InvalidArgument(
+            "adapter", name, f"must be one of {', '.join(known)}" if known else "no adapter is loaded"
+        )
 
 
 def check_prompt(prompt_token_ids: tuple[int, ...], max_model_len: int, vocab_size: int, field: str = "prompt") -> None:

@@ -38,7 +38,7 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate per sequence, at least 1. None means as many as the model has room for,
             and so does any number beyond its context; numbers above MAX_INTEGER are clamped to it.
-        min_tokens: no end-of-sequence token, stop token or stop string ends a sequence before it has so many tokens.
+        min_tokens: end-of-sequence tokens, stop tokens and stop strings are ignored until a sequence has this many.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
@@ -53,7 +53,7 @@ class SamplingParams:
         stop: strings that end the text; the matched string is not part of it, unless ``include_stop_str_in_output``.
         stop_token_ids: token ids that end the sequence; the stop token is among its tokens, but not in its text.
         ignore_eos: continue past the model's end-of-sequence tokens.
-        beam_width: above 1, beam search with so many beams instead of draws: see ``BeamSearch``. It takes neither
+        beam_width: above 1, beam search with this many beams instead of sampling: see ``BeamSearch``. It takes neither
             truncation of the distribution nor penalties nor stop strings, and temperature 0 and 1 are the same to it.
         length_penalty: a finished beam is ranked by its log-probability divided by its number of tokens to this power,
             in [-10, 10]; larger favours longer answers.
@@ -67,7 +67,7 @@ class SamplingParams:
         structured_output: what the answer must match, or None; it ends when it is complete.
         include_stop_str_in_output: the text of what ended the answer, a stop string or token, is part of it.
         skip_special_tokens: special tokens have no text.
-        truncate_prompt_tokens: of a prompt only so many tokens are used, the last ones; -1 for as many as leave room
+        truncate_prompt_tokens: use only this many tokens of a prompt, the last ones; -1 for as many as leave room
             for ``max_tokens``, or for one where that is None. None refuses prompts that are too long.
         early_stopping: end a beam search once ``beam_width`` beams have finished, even if others could still be better.
     """
@@ -174,7 +174,7 @@ class SamplingParams:
             check_integer("logit_bias", pair[0], 0, MAX_TOKEN_ID)
             check_number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "must be in [-100, 100]")
             if pair[0] in seen:
-                raise InvalidArgument("logit_bias", pair[0], "must be there once")
+                raise InvalidArgument("logit_bias", pair[0], "must not be given twice")
             seen.add(pair[0])
 
     def _check_choice(self) -> None:
@@ -188,7 +188,7 @@ class SamplingParams:
             raise InvalidArgument("bad_words", f"{len(self.bad_words)} words", f"must be at most {MAX_BAD_WORDS}")
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
-                raise InvalidArgument("bad_words", word, "must be texts, not of spaces alone")
+                raise InvalidArgument("bad_words", word, "must be non-empty strings that are not only whitespace")
         if (length := sum(map(len, self.bad_words))) > MAX_BAD_CHARACTERS:
             limit = f"must have at most {MAX_BAD_CHARACTERS} together"
             raise InvalidArgument("bad_words", f"{length} characters", limit)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from shoal_replica.beams import Beams
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import InvalidArgument, ResourceExhausted
-from shoal_replica.executor import SampledToken, SchedulerOutput, StepResult
+from shoal_replica.executor import SchedulerOutput, StepResult
 from shoal_replica.executor_roster import ExecutorRoster
 from shoal_replica.finish_rule import FinishRule
 from shoal_replica.kv_cache import Cached, KVCacheManager
@@ -84,7 +84,7 @@ class Scheduler:
         return request_id in self._live
 
     def add(self, request: Request, num_coming_blocks: int = 0) -> None:
-        """Queue a request; if so many of its leading blocks are on their way here, it is held until its ``release``.
+        """Queue a request. If ``num_coming_blocks`` of its first blocks are on their way here, it waits for ``release``.
 
         Raises:
             InvalidArgument: the id is in use, or tokens or beams do not fit the model, a step or the block pool.
@@ -97,7 +97,8 @@ class Scheduler:
         self._beams.check(request, self.config.max_num_seqs)
         if not self.has_room:
             self.totals.num_refused += 1
-            raise ResourceExhausted(f"{self._waiting.num_all} sequences are waiting, the most", retry_after_s=1.0)
+            told = f"{self._waiting.num_all} sequences are waiting; max_num_waiting is {self.config.max_num_waiting}"
+            raise ResourceExhausted(told, retry_after_s=1.0)
         self._enqueue(self._live.start(request, request.index), num_coming_blocks)
 
     def release(self, request_id: str) -> None:
@@ -138,9 +139,7 @@ class Scheduler:
         for scored in result.scored:
             if (sequence := self._live.by_id.get(scored.seq_id)) is not None:
                 sequence.prompt_logprobs[scored.after :] = scored.logprobs
-        sampled, has_beams = dict[int, list[SampledToken]](), bool(self._beams)
-        for token in result.sampled:
-            sampled.setdefault(token.seq_id, []).append(token)
+        sampled, has_beams = result.by_sequence(), bool(self._beams)
         for share in output.scheduled:
             sequence = self._live.by_id.get(share.seq_id)
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:

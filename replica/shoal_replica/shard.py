@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shoal_replica.config import ParallelConfig
 from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
-from shoal_replica.weight_formats import LAYER_BITS
+from shoal_replica.weight_formats import GROUP_SIZE, LAYER_BITS
 
 MLP_UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
@@ -69,7 +69,7 @@ def make_shard(model: ModelConfig, parallel: ParallelConfig, rank: int) -> Shard
     stage, tensor_rank = divmod(rank, size)
     heads, kv_heads = _heads(model.num_heads, model.num_kv_heads, size, tensor_rank)
     num_experts, shared_size = (model.moe.num_experts, model.moe.shared_size) if model.moe else (0, 0)
-    least = 1 if LAYER_BITS[model.quantization] is None else 32
+    least = 1 if LAYER_BITS[model.quantization] is None else GROUP_SIZE
     vocab_share = -(-model.vocab_size // size)
     return Shard(
         rank=rank,

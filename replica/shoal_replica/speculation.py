@@ -1,7 +1,7 @@
-"""Speculative decoding: which guessed tokens a step computes beside those that are known (Leviathan et al., ICML '23).
+"""Speculative decoding: which draft tokens a step computes beside those that are known (Leviathan et al., ICML '23).
 
-A step that decodes few sequences waits for weights, and computes some tokens more in little more time. The guesses for
-a sequence (drafts) are looked up in its own text. The model then chooses a token before each; a draft that it has
+A step that decodes few sequences waits for weights, and computes some tokens more in little more time. The draft
+tokens of a sequence are looked up in its own text. The model then chooses a token before each; a draft that it has
 chosen itself saves a step, and the others cost what they took. The tokens are the same as without.
 """
 
@@ -70,9 +70,7 @@ class Speculation:
 
     def _learn(self, output: SchedulerOutput, result: StepResult) -> None:
         """Of an offer that was not computed, too, the step has told whether its first draft was right."""
-        sampled: dict[int, list[int]] = {}
-        for token in result.sampled:
-            sampled.setdefault(token.seq_id, []).append(token.token_id)
+        sampled = result.by_sequence()
         for share in output.scheduled:
             offer, sequence = self._offers.get(share.seq_id), self._by_id.get(share.seq_id)
             if offer is None or sequence is None or not share.samples:
@@ -81,7 +79,7 @@ class Speculation:
             if share.drafts:
                 self._totals.note_drafts(num_tried, num_right)
             elif share.num_computed_tokens + share.num_new_tokens == offer.num_tokens:
-                num_tried, num_right = 1, int(sampled[share.seq_id][0] == offer.token_ids[0])
+                num_tried, num_right = 1, int(sampled[share.seq_id][0].token_id == offer.token_ids[0])
             self._odds_of(sequence).take(offer.num_matched, num_tried, num_right)
 
     def extend(self, plan: StepPlan, level: Items[Sequence]) -> None:
@@ -98,7 +96,7 @@ class Speculation:
             start = plan.planned_end(sequence)
             needed = self._kv.num_blocks_to_append(seq_id, start, start + count)
             if needed and self._kv.pool.num_free < needed + len(level):
-                continue  # the others may need what is left for tokens that are no guesses
+                continue  # the others may need what is left for tokens that are no drafts
             if (change := self._kv.append(seq_id, start, start + count)) is not None:
                 plan.update_blocks(sequence, change)
             plan.add_drafts(sequence, drafts)

@@ -28,7 +28,7 @@ class Totals:
     num_blocks_taken: int = 0
 
     def note_drafts(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count guesses that a step has computed, and those that were right."""
+        """Count draft tokens that a step has computed, and those that were right."""
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
 
@@ -77,8 +77,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, num_finished, num_preemptions, num_refused,
             num_steps: totals since the replica started. Of a request that began at another replica only the prompt's
             tokens count that had to be computed again; one that goes on elsewhere has not finished.
-        num_draft_tokens, num_accepted_tokens: guesses at what follows that steps computed, and those that were right;
-            totals.
+        num_draft_tokens, num_accepted_tokens: totals of the draft tokens that steps computed, and of those that were
+            right.
         num_host_cached_tokens: of ``num_cached_tokens``, those that came back from host memory.
         num_blocks_given, num_blocks_taken: cached blocks copied to other replicas and from them; totals.
     """

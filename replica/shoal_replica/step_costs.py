@@ -1,4 +1,4 @@
-"""What steps take, as far as it decides whether guessed tokens are worth computing."""
+"""What steps take, as far as it decides whether draft tokens are worth computing."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class StepPlan:
         self._scheduled[seq_id] = ScheduledSequence(seq_id, start, num_new, start + num_new == num_tokens, num_scored)
 
     def add_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Let a sequence whose last token is planned compute guesses at what follows as well."""
+        """Let a sequence whose last token is planned compute draft tokens as well."""
         self.budget -= len(drafts)
         share = self._scheduled[sequence.seq_id]
         self._scheduled[sequence.seq_id] = msgspec.structs.replace(

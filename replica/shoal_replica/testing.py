@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from zlib import crc32
 
 import msgspec
 
@@ -42,9 +43,14 @@ def mix(state: int, value: int) -> int:
     return state ^ (state >> 31)
 
 
-def expected_tokens(token_ids: Sequence[int], count: int, index: int = 0) -> list[int]:
+def _begin(adapter: str) -> int:
+    """The state before a text's first token: an adapter changes what the model makes of all of them."""
+    return mix(0, crc32(adapter.encode())) if adapter else 0
+
+
+def expected_tokens(token_ids: Sequence[int], count: int, index: int = 0, adapter: str = "") -> list[int]:
     """The ``count`` tokens FakeExecutor generates after ``token_ids``, computed without blocks or batches."""
-    state, output = 0, []
+    state, output = _begin(adapter), []
     for token_id in token_ids:
         state = mix(state, token_id)
     for _ in range(count):
@@ -53,9 +59,9 @@ def expected_tokens(token_ids: Sequence[int], count: int, index: int = 0) -> lis
     return output
 
 
-def expected_prompt_logprobs(token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+def expected_prompt_logprobs(token_ids: Sequence[int], num_top: int, adapter: str = "") -> list[TokenLogprobs]:
     """What FakeExecutor scores of a prompt: all its tokens but the first."""
-    state, scored = 0, []
+    state, scored = _begin(adapter), []
     for token_id, following in pairwise(token_ids):
         state = mix(state, token_id)
         scored.append(_score(state, following, num_top))
@@ -68,7 +74,7 @@ def expected_beams(request: Request, finish: FinishRule) -> list[list[int]]:
     while not search.is_done:
         tops = []
         for beam in search.beams:
-            state = 0
+            state = _begin(request.adapter)
             for token_id in (*request.prompt_token_ids, *beam.token_ids):
                 state = mix(state, token_id)
             tops.append(_likeliest(state, count))
@@ -101,12 +107,12 @@ class FakeExecutor:
     A step reads what its sequence left in the blocks, as attention does, and checks it: a wrong block table, a missed
     copy or a block given out twice fails an assertion.
 
-    With ``guesses`` it offers drafts where they are wanted, of which the first are right, and tells times by which some
+    With ``drafts`` it offers some where they are wanted, of which the first are right, and tells times by which some
     are worth computing.
     """
 
-    def __init__(self, cache_config: CacheConfig, guesses: bool = False) -> None:
-        self._guesses = guesses
+    def __init__(self, cache_config: CacheConfig, drafts: bool = False) -> None:
+        self._offers_drafts = drafts
         self._block_size = cache_config.block_size
         self._slots = [[0] * cache_config.block_size for _ in range(cache_config.num_blocks)]
         self._rows = [[0] * cache_config.block_size for _ in range(cache_config.num_host_blocks)]
@@ -136,8 +142,9 @@ class FakeExecutor:
             self._tokens[seq_id].append(token_id)
         for block_id, row in output.moves_out:
             self._rows[row][:] = self._slots[block_id]
-        for source, destination in output.block_copies:
-            self._slots[destination][:] = self._slots[source]
+        copied = [(destination, [*self._slots[source]]) for source, destination in output.block_copies]
+        for destination, slots in copied:
+            self._slots[destination][:] = slots
         for row, block_id in output.moves_in:
             self._slots[block_id][:] = self._rows[row]
         for new in output.new_sequences:
@@ -149,32 +156,32 @@ class FakeExecutor:
         self._scored: list[ScoredTokens] = []
         sampled = tuple(token for s in output.scheduled for token in self._compute(s))
         assert sum(len(scored.logprobs) for scored in self._scored) <= MAX_SCORED_TOKENS
-        if not self._guesses:
+        if not self._offers_drafts:
             return StepResult(sampled, scored=tuple(self._scored))
         seconds = 1.0 + output.num_tokens / (64 if output.num_tokens > 2 * len(output.scheduled) else 8)
-        drafts = self._guess(sampled, output.num_drafts_wanted)
+        drafts = self._find_drafts(sampled, output.num_drafts_wanted)
         return StepResult(sampled, scored=tuple(self._scored), drafts=drafts, step_s=seconds)
 
-    def _guess(self, sampled: Sequence[SampledToken], num_wanted: int) -> tuple[Draft, ...]:
+    def _find_drafts(self, sampled: Sequence[SampledToken], num_wanted: int) -> tuple[Draft, ...]:
         """Up to ``num_wanted`` tokens that follow each sequence, the first few of them right."""
         drafts: list[Draft] = []
         for seq_id in dict.fromkeys(token.seq_id for token in sampled):
             sequence, tokens = self._sequences[seq_id], self._tokens[seq_id]
             lot = mix(len(tokens), seq_id)
             if num_wanted and not sequence.num_candidates and lot % 3:
-                right = expected_tokens(tokens, 1 + lot % num_wanted, sequence.index)
+                right = expected_tokens(tokens, 1 + lot % num_wanted, sequence.index, sequence.adapter)
                 right[lot % 7 % len(right) :] = [0]
                 drafts.append(Draft(seq_id, len(tokens), 1 + lot % 9, tuple(right)))
         return tuple(drafts)
 
     def _compute(self, scheduled: ScheduledSequence) -> list[SampledToken]:
-        assert self._sequences[scheduled.seq_id].adapter not in self._gone
+        adapter = self._sequences[scheduled.seq_id].adapter
+        assert adapter not in self._gone
         tokens, table = self._tokens[scheduled.seq_id], self._tables[scheduled.seq_id]
         tokens, own = [*tokens, *scheduled.drafts], tokens
         sampled: list[SampledToken] = []
         start, end = scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_new_tokens
-        self._check_read(tokens[:start], table)
-        state = self._slots[table[(start - 1) // self._block_size]][(start - 1) % self._block_size] if start else 0
+        state = self._check_read(_begin(adapter), tokens[:start], table)
         scored: list[TokenLogprobs] = []
         for position in range(start, end):
             state = mix(state, tokens[position])
@@ -198,13 +205,15 @@ class FakeExecutor:
         self._tokens[seq_id].append(token_id)
         return SampledToken(seq_id, token_id)
 
-    def _check_read(self, tokens: Sequence[int], table: list[int]) -> None:
-        """Check all tokens before those of the step: attention reads every one of them, not just the last."""
-        state = 0
+    def _check_read(self, state: int, tokens: Sequence[int], table: list[int]) -> int:
+        """Check all tokens before those of the step: attention reads every one of them, not just the last. Returns the
+        state after them.
+        """
         for position, token_id in enumerate(tokens):
             state = mix(state, token_id)
             held = self._slots[table[position // self._block_size]][position % self._block_size]
             assert held == state, f"position {position} holds another sequence's"
+        return state
 
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[BlockPart, ...]:
         return (BlockPart(self.layout, memoryview(msgspec.msgpack.encode([self._slots[i] for i in block_ids]))),)
@@ -301,4 +310,4 @@ def make_scheduler(
         num_speculative_tokens=num_speculative_tokens,
     )
     scheduler = Scheduler(config, cache, min(max_model_len, num_blocks * block_size), (), adapters)
-    return scheduler, FakeExecutor(cache, guesses=num_speculative_tokens > 0)
+    return scheduler, FakeExecutor(cache, drafts=num_speculative_tokens > 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from tokenizers.decoders import ByteLevel
 
 from shoal_replica.chat_template import ChatTemplate, PromptEnd, Turn
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
+from shoal_replica.model_config import read_json
 
 
 class Tokenizer:
@@ -44,7 +44,7 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
         except ValueError as error:
             raise ConfigError(f"model: {file} is not a tokenizer ({error})") from None
-        config = _read_config(path / "tokenizer_config.json")
+        config = read_json(path / "tokenizer_config.json") or {}
         source, for_tools = _template_sources(path / "chat_template.jinja", config)
         return cls(tokenizer, None if source is None else ChatTemplate(source, _special_tokens(config), for_tools))
 
@@ -124,21 +124,9 @@ class Tokenizer:
             InvalidArgument: the model has no chat template, or the template refuses the messages.
         """
         if self._chat_template is None:
-            roles = [turn["role"] for turn in messages]
+            roles = [turn.get("role") for turn in messages]
             raise InvalidArgument("messages", roles, "the model has no chat template")
         return self._chat_template.render(messages, tools, options, end)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model: {path} is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"model: {path} does not hold a JSON object")
-    return config
 
 
 def _template_sources(path: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint
 
 from shoal_kernels import integers
 from shoal_kernels.integers import GROUP_SIZE, IntegerWeight, round_weight
+from shoal_replica import weight_formats
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.weights import load_weights, stream_weights
@@ -91,3 +92,7 @@ def test_norms_biases_and_a_tied_table(tmp_path: Path) -> None:
     assert (rounded["embed_tokens.weight"] is rounded["lm_head.weight"]) == config.tie_word_embeddings
     plain = ModelConfig.from_folder(config.folder)
     assert config.weight_bytes < plain.weight_bytes / 2
+
+
+def test_stored_groups_are_those_of_the_kernels():
+    assert weight_formats.GROUP_SIZE == GROUP_SIZE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pytest
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tiny_models import FAMILIES, load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
-from shoal_replica import LLM, AsyncLLM, SamplingParams
+from shoal_replica import LLM, AsyncLLM, SamplingParams, async_llm
 from shoal_replica.build import resolve_config
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.executor import SchedulerOutput, StepResult
+from shoal_replica.grammars import Grammars
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import num_reused_tokens
 
@@ -177,6 +179,18 @@ async def test_the_async_engine_streams_the_same_tokens_and_frees_what_is_left(t
         engine.engine.check_invariants()
     finally:
         await engine.stop()
+
+
+async def test_an_async_engine_that_cannot_start_leaves_nothing(tiny, monkeypatch):
+    class NoGrammars(Grammars):
+        def load(self):
+            raise RuntimeError("no grammars")
+
+    monkeypatch.setattr(async_llm, "Grammars", NoGrammars)
+    with pytest.raises(RuntimeError, match="no grammars"):
+        await AsyncLLM.start(resolve_config(str(tiny), num_blocks=64))
+    assert [task for task in asyncio.all_tasks() if task.get_name() == "shoal-engine"] == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shoal-step")]
 
 
 async def test_the_async_engine_ends_at_a_stop_string_as_the_offline_one_does(tiny):

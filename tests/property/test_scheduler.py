@@ -26,13 +26,21 @@ from shoal_replica.testing import (
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 MAX_SCORED = 7  # in a step: less than a prompt has
 scores = st.none() | st.integers(0, 2)
+apart = st.sampled_from([("", ""), ("", ""), ("a", ""), ("b", ""), ("", "salt")])  # adapter and salt: whose cache
 events = st.lists(
     st.one_of(
         st.tuples(
-            st.just("add"), prompts, st.integers(1, 12), st.integers(1, 3), st.integers(0, 2), st.booleans(), scores
+            st.just("add"),
+            prompts,
+            apart,
+            st.integers(1, 12),
+            st.integers(1, 3),
+            st.integers(0, 2),
+            st.booleans(),
+            scores,
         ),
-        st.tuples(st.just("beams"), prompts, st.integers(1, 12), st.integers(2, 4), st.booleans()),
-        st.tuples(st.just("resume"), prompts, st.integers(1, 11), st.integers(0, 2)),
+        st.tuples(st.just("beams"), prompts, apart, st.integers(1, 12), st.integers(2, 4), st.booleans()),
+        st.tuples(st.just("resume"), prompts, apart, st.integers(1, 11), st.integers(0, 2)),
         st.tuples(st.just("abort"), st.integers(0, 30), st.none() | st.integers(0, 2), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, 6)),
     ),
@@ -76,6 +84,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         policy=policy,
         num_host_blocks=num_host_blocks if caching else 0,
         num_speculative_tokens=num_speculative_tokens,
+        adapters=("a", "b"),
     )
     requests = {}
     resumed: dict[str, list[int]] = {}  # tokens that another replica has already sampled
@@ -146,7 +155,7 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
 
     for number, event in enumerate(events):
         if event[0] == "add":
-            _, prompt, max_tokens, n, priority, yields, prompt_logprobs = event
+            _, prompt, (adapter, salt), max_tokens, n, priority, yields, prompt_logprobs = event
             request = make_request(
                 f"r{number}",
                 prompt,
@@ -157,11 +166,13 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
                 due_s=float(number % 3),
                 yields=yields,
                 prompt_logprobs=prompt_logprobs,
+                adapter=adapter,
+                cache_salt=salt,
             )
             requests[request.request_id] = request
             scheduler.add(request)
         elif event[0] == "beams":
-            _, prompt, max_tokens, width, all_of_them = event
+            _, prompt, (adapter, salt), max_tokens, width, all_of_them = event
             request = make_request(
                 f"r{number}",
                 prompt,
@@ -169,17 +180,25 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
                 n=width if all_of_them else 1,
                 beam_width=width,
                 arrival_s=float(number // 2),
+                adapter=adapter,
+                cache_salt=salt,
             )
             with suppress(InvalidArgument):  # its beams may not fit
                 scheduler.add(request)
                 requests[request.request_id] = request
         elif event[0] == "resume":
-            _, prompt, num_drawn, index = event
-            drawn = expected_tokens(prompt, num_drawn, index)
-            request = replace(
-                make_request(f"r{number}", prompt, max_tokens=12, output_token_ids=drawn, arrival_s=float(number)),
-                index=index,
+            _, prompt, (adapter, salt), num_drawn, index = event
+            drawn = expected_tokens(prompt, num_drawn, index, adapter)
+            request = make_request(
+                f"r{number}",
+                prompt,
+                max_tokens=12,
+                output_token_ids=drawn,
+                arrival_s=float(number),
+                adapter=adapter,
+                cache_salt=salt,
             )
+            request = replace(request, index=index)
             requests[request.request_id] = request
             resumed[request.request_id] = drawn
             scheduler.add(request)
@@ -204,13 +223,16 @@ def test_tokens_do_not_depend_on_blocks_batches_or_preemption(
         for (other_id, index), tokens in streams.items():
             if other_id != request_id or params.is_beam_search:
                 continue
-            wanted = expected_tokens(request.prompt_token_ids, wanted_len, index)[len(request.output_token_ids) :]
+            wanted = expected_tokens(request.prompt_token_ids, wanted_len, index, request.adapter)
+            wanted = wanted[len(request.output_token_ids) :]
             assert tokens == wanted[: len(tokens)]
             if reasons[other_id, index] is FinishReason.LENGTH:
                 assert tokens == wanted
         is_scored = params.prompt_logprobs is not None and bool(streams[request_id, 0])
         assert told.get(request_id, []) == (
-            expected_prompt_logprobs(request.prompt_token_ids, params.prompt_logprobs) if is_scored else []
+            expected_prompt_logprobs(request.prompt_token_ids, params.prompt_logprobs, request.adapter)
+            if is_scored
+            else []
         )
         if params.is_beam_search:
             beams = expected_beams(request, FinishRule(frozenset(), 43))

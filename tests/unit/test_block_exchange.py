@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from fixtures.engines import running_engine
@@ -121,6 +122,45 @@ async def test_what_taken_blocks_displace_goes_to_host_memory_first() -> None:
         assert other.stats().num_cached_tokens >= 3 * 24
         assert other.blocks.num_missing(hash_blocks(old, 4)) == 0  # host memory has what the device has not
         other.check_invariants()
+
+
+async def test_a_planned_step_that_was_dropped_hinders_nothing() -> None:
+    """It would have moved a block to host memory, but the last sequence ended before it."""
+    prompt = (500, 501, 502, 503)
+    stop = expected_tokens(prompt, 5)[-1]
+    request = make_request("stops", prompt, max_tokens=12)
+    request = replace(request, sampling_params=replace(request.sampling_params, stop_token_ids=(stop,)))
+    async with (
+        running_engine() as (one, *_),
+        running_engine(num_blocks=8, max_model_len=32, num_host_blocks=16) as (other, _, recorder),
+    ):
+        await one.add(make_request("r", PROMPT))
+        await other.add(make_request("old", range(28)))
+        await other.add(request)
+        assert recorder.tokens["stops", 0][-1] == stop
+        assert await take(other, await pieces(one), HASHES) == 7
+        await other.add(make_request("old again", range(28)))
+        assert recorder.tokens["old again", 0] == expected_tokens(range(28), 4)
+        other.check_invariants()
+
+
+async def test_what_a_failed_step_should_have_moved_to_host_memory_is_not_there() -> None:
+    old = tuple(range(28))
+    async with (
+        running_engine() as (one, *_),
+        running_engine(num_blocks=8, max_model_len=32, num_host_blocks=16) as (other, executor, recorder),
+    ):
+        await one.add(make_request("r", PROMPT))
+        given = await pieces(one)
+        await other.add(make_request("old", old))
+        executor.failure = MemoryError("full")
+        with pytest.raises(MemoryError):
+            await take(other, given, HASHES)
+        executor.failure = None
+        other.check_invariants()
+        await other.add(make_request("old again", old))
+        assert recorder.tokens["old again", 0] == expected_tokens(old, 4)
+        assert await take(other, given, HASHES) == 7
 
 
 async def test_a_held_request_waits_for_its_release_and_can_be_taken_back() -> None:

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from fixtures.engines import finished, mid_step, running_engine
+from fixtures.engines import Recorder, finished, mid_step, running_engine
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_replica.adapter import AdapterConfig
@@ -143,6 +143,16 @@ async def test_a_subscriber_may_abort_what_it_is_told_of() -> None:
         assert set(recorder.reasons.values()) == {ABORT}
         assert len(recorder.reasons) == 6
         engine.check_health()
+
+
+async def test_all_subscribers_hear_the_reports_in_order() -> None:
+    async with running_engine() as (engine, _, recorder):
+        last = Recorder()
+        engine.subscribe(lambda report: [engine.abort(d.request_id) for d in report.deltas if d.position == 3])
+        engine.subscribe(last)
+        await asyncio.gather(*(finished(engine.add(make_request(f"r{i}", (i,), max_tokens=50))) for i in range(3)))
+        assert last.reports == recorder.reports
+        assert last.tokens == recorder.tokens
 
 
 async def test_the_reports_add_up_to_the_cache() -> None:
@@ -393,6 +403,21 @@ async def test_an_adapter_stays_if_its_leaving_is_cancelled() -> None:
         executor.gate.set()
         await asyncio.gather(finished(adapted), finished(again))
         assert set(executor.adapters) == {"a"}
+
+
+async def test_an_adapter_is_there_even_if_nobody_has_waited_for_it() -> None:
+    async with running_engine() as (engine, executor, _):
+        running = engine.add(make_request(max_tokens=9))
+        await mid_step(executor)
+        loading = asyncio.create_task(engine.adapters.load(lora()))
+        await asyncio.sleep(0)
+        loading.cancel()
+        executor.gate.set()
+        await asyncio.wait([loading])
+        assert engine.adapters.names == set(executor.adapters) == {"a"}
+        with pytest.raises(ConfigError, match="is already loaded"):
+            await engine.adapters.load(lora())
+        await finished(running)
 
 
 async def test_nobody_waits_for_an_adapter_of_an_engine_that_has_failed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -90,6 +91,38 @@ def test_steps_reach_all_ranks_and_one_answers() -> None:
     executor.check_health()
     executor.close()
     executor.close()
+    with pytest.raises(EngineDead, match="have been stopped"):
+        executor.execute(first_step(4))
+    with pytest.raises(EngineDead, match="have been stopped"):
+        executor.load(AdapterConfig(name="a", folder="", factors=(), num_values=0))
+
+
+def test_ranks_answer_where_file_descriptors_have_large_numbers() -> None:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2048), most))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        executor = start()
+        assert generate(executor, make_request("r", range(5))) == {"r": expected_tokens(range(5), 4)}
+        executor.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+
+
+def test_ranks_that_were_launched_end_if_another_cannot_be() -> None:
+    settings = config(num_ranks=2)
+    ranks, launch = LocalRanks(settings.parallel, FAKE_RANK), LocalRanks.launch
+
+    def launch_one(rank: int, port: int, key: str) -> RankProcess:
+        if rank:
+            raise OSError("no more processes")
+        return launch(ranks, rank, port, key)
+
+    ranks.launch = launch_one  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no more"):
+        RankExecutor(settings, ranks, start_timeout_s=DEADLINE_S)
 
 
 @pytest.fixture

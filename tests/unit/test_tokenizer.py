@@ -171,6 +171,15 @@ def test_what_a_template_cannot_do_is_the_clients_error(tmp_path: Path, template
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], options=options)
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", None])
+def test_a_turn_without_a_role_is_the_clients_error(tmp_path: Path, template: str | None) -> None:
+    folder = write_tiny_tokenizer(tmp_path, chat_template=template or "")
+    if template is None:
+        (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(InvalidArgument, match=r"messages: got \[None\]"):
+        Tokenizer.from_folder(folder).apply_chat_template([{"content": "x"}])
+
+
 def test_special_tokens_that_are_shown_are_text() -> None:
     tokenizer = tiny_tokenizer()
     bos, eos = (tokenizer.token_id(text) or 0 for text in (BOS, EOS))

@@ -76,7 +76,7 @@ class RouteQuery:
         return cls(
             request_id=request.request_id,
             block_hashes=tuple(hash_blocks(token_ids, block_size, *separation))
-            if is_caching and request.is_cached
+            if is_caching and request.uses_prefix_cache
             else (),
             num_prompt_tokens=len(token_ids),
             num_blocks_needed=-(-(len(token_ids) + 1) // block_size),

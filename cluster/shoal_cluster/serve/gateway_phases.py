@@ -54,4 +54,4 @@ def _kind(request: Request) -> Kind:
         return "begun"
     if request.sampling_params.max_tokens == 1:
         return "one token"
-    return "new" if request.is_cached and not request.sampling_params.is_beam_search else "whole"
+    return "new" if request.uses_prefix_cache and not request.sampling_params.is_beam_search else "whole"

@@ -118,7 +118,7 @@ class ModelRunner:
             logits, maxima = logits[: len(shares)], None
         sampled = self._step_sampler.sample(shares, logits, maxima)
         step_s = time.perf_counter() - started
-        drafts = self._step_sampler.guess(sampled, output.num_drafts_wanted) if output.num_drafts_wanted else ()
+        drafts = self._step_sampler.find_drafts(sampled, output.num_drafts_wanted) if output.num_drafts_wanted else ()
         return StepResult(sampled, self._forward_s, scored, drafts, step_s)
 
     def take_sampled(self, tokens: Iterable[tuple[int, int]]) -> None:

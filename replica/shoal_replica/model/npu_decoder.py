@@ -13,21 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_kernels import npu_limits, ops
-from shoal_kernels.draws import RowOperators
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.metadata import AttentionMetadata
 from shoal_kernels.npu_graph import StepGraph
 from shoal_kernels.npu_int8 import round_weight
 from shoal_kernels.npu_swap import BlockSwap
-from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_plan import num_staging_blocks
-from shoal_replica.model.block_tensors import BlockTensors
 from shoal_replica.model.layers import Weights
 from shoal_replica.model.llama import LlamaDecoder
-from shoal_replica.model.lora import LoraPair, load_adapter, step_adapters
+from shoal_replica.model.lora import step_adapters
 from shoal_replica.model.npu_memory import EXTRA_BLOCKS, check_shape, open_device
+from shoal_replica.model.operator_decoder import OperatorDecoder
 from shoal_replica.model.parallel_group import ParallelGroup
 from shoal_replica.model.parameters import EMBEDDING, HEAD
 from shoal_replica.model.sequence_table import StepArrays
@@ -40,7 +38,7 @@ ALIGNMENT = 8  # int32 numbers, i.e. 32 bytes: the alignment of the device's tra
 logger = logging.getLogger(__name__)
 
 
-class NpuDecoder:
+class NpuDecoder(OperatorDecoder):
     """Uses the first device that the process sees; Ray, or whatever started the process, chooses which that is.
 
     A step whose sequences all decode one token, all sample and have no adapter runs as the smallest captured graph that
@@ -61,25 +59,22 @@ class NpuDecoder:
         group: ParallelGroup | None = None,
     ) -> None:
         shard = shard or whole_shard(model)
-        self._device = open_device()
+        device = open_device()
         _check(model, cache, shard)
         torch_npu.npu.set_compile_mode(jit_compile=False)  # use operator binaries, do not compile for each new shape
-        self._model = LlamaDecoder(model, _load_weights(model, self._device, shard), shard, group)
+        decoder = LlamaDecoder(model, _load_weights(model, device, shard), shard, group)
         self._num_blocks, self._block_size = cache.num_blocks + EXTRA_BLOCKS, cache.block_size
         shape = ops.cache_shape("npu", self._num_blocks, len(shard.kv_heads), cache.block_size, model.head_size)
-        self._caches = [
-            (self._zeros(shape, DTYPES[model.dtype]), self._zeros(shape, DTYPES[model.dtype])) for _ in shard.layers
-        ]
-        self._pool = BlockTensors(
-            [tensor for layer in self._caches for tensor in layer], f"layers from {shard.layers.start}"
-        )
+
+        def blocks() -> Tensor:
+            return torch.zeros(shape, dtype=DTYPES[model.dtype], device=device)
+
+        super().__init__(decoder, shard, device, [(blocks(), blocks()) for _ in shard.layers])
         self._swap: BlockSwap | None = None
         if cache.num_host_blocks:
             self._swap = BlockSwap(self._pool.tensors, cache.num_host_blocks, num_staging_blocks(cache))
-        self._inputs = PackedInputs(self._device)
-        self._shard = shard
-        self._adapters: dict[str, dict[str, LoraPair]] = {}
-        self._group = self._model.group
+        self._inputs = PackedInputs(device)
+        self._group = decoder.group
         self._calls_of_graph = 0
         self._graphs: dict[int, StepGraph] = {}
         self._graph_inputs: dict[int, _GraphInputs] = {}
@@ -87,24 +82,6 @@ class NpuDecoder:
         # With several stages a step waits for another process, which a graph cannot do.
         if parallel.graph_sizes and shard.num_stages == 1:
             self._capture(parallel.graph_sizes)
-
-    @property
-    def progress(self) -> int:
-        return self._model.num_layers_begun
-
-    @property
-    def maxima(self) -> None:
-        return None
-
-    @property
-    def row_operators(self) -> RowOperators:
-        return ops
-
-    def load(self, adapter: AdapterConfig) -> None:
-        self._adapters[adapter.name] = dict(load_adapter(adapter, self._model.config, self._shard, self._device))
-
-    def unload(self, name: str) -> None:
-        del self._adapters[name]
 
     def compute(self, step: StepArrays, sample_rows: Sequence[int], wants_maxima_alone: bool = False) -> Tensor:
         logits = self._launch(step, sample_rows)
@@ -135,10 +112,6 @@ class NpuDecoder:
         )
         return self._model(ids, positions, self._caches, metadata, samples, adapters)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for keys, values in self._caches:
-            ops.copy_blocks(keys, values, pairs)
-
     def move_out(self, moves: Sequence[tuple[int, int]]) -> None:
         assert self._swap is not None
         self._swap.move_out(moves)
@@ -148,36 +121,22 @@ class NpuDecoder:
         self._swap.move_in(moves)
 
     @property
-    def block_layout(self) -> str:
-        return self._pool.layout
-
-    @property
     def copies_beside_steps(self) -> bool:
         return False
-
-    def read_blocks(self, block_ids: Sequence[int]) -> memoryview:
-        return self._pool.read(block_ids)
-
-    def write_blocks(self, block_ids: Sequence[int], contents: memoryview) -> None:
-        self._pool.write(block_ids, contents)
 
     def close(self) -> None:
         for graph in self._graphs.values():
             graph.close()
         self._graphs = {}
         self._graph_inputs = {}
-        self._caches, self._pool = [], BlockTensors([], "")
         self._swap = None
-        del self._model
+        super().close()
         torch_npu.npu.empty_cache()
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """The batch sizes for which there are graphs."""
         return tuple(sorted(self._graphs))
-
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _blocks_fit(self, seq_lens: Sequence[int], num_padding: int) -> bool:
         """Whether the attention operator takes all sequences in the single call that the graph has recorded."""

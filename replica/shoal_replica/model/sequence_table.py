@@ -15,7 +15,7 @@ INITIAL_ROWS = 16
 
 
 @dataclass(slots=True)
-class HeldSequence:
+class RunnerSequence:
     """A sequence and the row of the table that holds its tokens and block ids."""
 
     row: int
@@ -55,12 +55,12 @@ class SequenceTable:
         self._token_ids = np.zeros((INITIAL_ROWS, max_model_len + 1), np.int64)
         self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
         self._free_rows = list(reversed(range(INITIAL_ROWS)))
-        self._held: dict[int, HeldSequence] = {}
+        self._held: dict[int, RunnerSequence] = {}
         self._num_adapted = 0
         self._tokens = self._token_ids.data  # the same as a memoryview: faster for single tokens
         self._last: _Decodes | None = None
 
-    def __getitem__(self, seq_id: int) -> HeldSequence:
+    def __getitem__(self, seq_id: int) -> RunnerSequence:
         return self._held[seq_id]
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class SequenceTable:
         num_tokens = len(new.token_ids)
         self._token_ids[row, :num_tokens] = new.token_ids
         params = new.sampling_params
-        self._held[new.seq_id] = HeldSequence(
+        self._held[new.seq_id] = RunnerSequence(
             row,
             num_tokens,
             new.num_prompt_tokens,
@@ -105,12 +105,12 @@ class SequenceTable:
         held.num_tokens += 1
 
     def propose(self, seq_id: int, drafts: Sequence[int]) -> None:
-        """Put guesses after the sequence's tokens; they count as its own only once they are appended."""
+        """Put draft tokens after the sequence's tokens; they count as its own only once they are appended."""
         held = self._held[seq_id]
         self._token_ids[held.row, held.num_tokens : held.num_tokens + len(drafts)] = drafts
 
     def token_ids(self, seq_id: int, num_drafts: int = 0) -> NDArray[np.int64]:
-        """Prompt, then generated tokens, then the first of the guesses; a view."""
+        """Prompt, then generated tokens, then the first of the draft tokens; a view."""
         held = self._held[seq_id]
         return self._token_ids[held.row, : held.num_tokens + num_drafts]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal_kernels.native_buffers import RowMaxima
 from shoal_replica.executor import Draft, SampledToken, ScheduledSequence
 from shoal_replica.model.sampler import Sampler, SamplerRow, likeliest
-from shoal_replica.model.sequence_table import HeldSequence, SequenceTable
+from shoal_replica.model.sequence_table import RunnerSequence, SequenceTable
 from shoal_replica.prompt_lookup import look_up
 
 
@@ -21,7 +21,7 @@ class StepSampler:
     parameters and the random number of its position: it is the one that a step without drafts would have sampled.
 
     Args:
-        ends: tokens that end sequences; nothing is guessed beyond them.
+        ends: tokens that end sequences; no draft goes beyond them.
     """
 
     def __init__(self, sequences: SequenceTable, sampler: Sampler, ends: Iterable[int]) -> None:
@@ -51,7 +51,7 @@ class StepSampler:
                 self._sequences.append(token.seq_id, token.token_id)
         return sampled
 
-    def guess(self, sampled: Sequence[SampledToken], num_wanted: int) -> tuple[Draft, ...]:
+    def find_drafts(self, sampled: Sequence[SampledToken], num_wanted: int) -> tuple[Draft, ...]:
         """What may follow each sequence that has sampled: at most so many tokens."""
         found: list[Draft] = []
         for seq_id in dict.fromkeys(token.seq_id for token in sampled):
@@ -66,7 +66,7 @@ class StepSampler:
     def _verify(
         self,
         shares: Sequence[ScheduledSequence],
-        held: Sequence[HeldSequence],
+        held: Sequence[RunnerSequence],
         logits: Tensor,
         maxima: RowMaxima | None,
     ) -> tuple[SampledToken, ...]:
@@ -105,7 +105,7 @@ class StepSampler:
     def _choose(
         self,
         shares: Sequence[ScheduledSequence],
-        held: Sequence[HeldSequence],
+        held: Sequence[RunnerSequence],
         logits: Tensor,
         maxima: RowMaxima | None,
         num_drafts: int = 0,
@@ -128,7 +128,7 @@ class StepSampler:
             for share, sample in zip(shares, samples, strict=True)
         )
 
-    def _held(self, share: ScheduledSequence) -> HeldSequence:
+    def _held(self, share: ScheduledSequence) -> RunnerSequence:
         held, end = self._sequences[share.seq_id], share.num_computed_tokens + share.num_new_tokens - len(share.drafts)
         if end != held.num_tokens:
             raise RuntimeError(f"sequence {share.seq_id} samples after {end} of {held.num_tokens} tokens")

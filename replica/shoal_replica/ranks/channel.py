@@ -5,8 +5,11 @@ Frames are msgpack with a four-byte length prefix; nothing is ever unpickled. A 
 
 from __future__ import annotations
 
+import math
+import select
 import socket
 import threading
+from collections.abc import Sequence
 from time import monotonic
 
 import msgspec
@@ -58,7 +61,7 @@ class Unload(msgspec.Struct, frozen=True, tag="unload"):
 
 
 class ReadBlocks(msgspec.Struct, frozen=True, tag="read_blocks"):
-    """Tell what this rank holds of some blocks. It answers ``Blocks``."""
+    """Tell what this rank holds of some blocks. It answers ``Blocks`` or ``Refused``."""
 
     block_ids: tuple[int, ...]
 
@@ -89,7 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The adapter cannot be loaded, or the blocks not be filled."""
+    """The adapter cannot be loaded, or the blocks not be read or filled."""
 
     message: str
 
@@ -268,3 +271,11 @@ class RankLink:
         if pulse.progress != self.pulse.progress:
             self.progressed_s = self.heard_s
         self.pulse = pulse
+
+
+def readable(links: Sequence[RankLink], timeout_s: float) -> list[RankLink]:
+    """Those with something to read, or whose end has gone, after at most ``timeout_s``."""
+    poll, by_number = select.poll(), {link.fileno(): link for link in links}  # select() takes no numbers above 1 023
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(math.ceil(timeout_s * 1000))]

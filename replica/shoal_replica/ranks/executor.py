@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,13 +32,14 @@ from shoal_replica.ranks.channel import (
     Unload,
     WriteBlocks,
     frame,
+    readable,
 )
 from shoal_replica.ranks.launcher import RankLauncher, RankProcess
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 5.0
-ASKED_TIMEOUT_S = 120.0  # to load an adapter
+ASKED_TIMEOUT_S = 120.0  # to answer anything but a step
 POLL_S = 0.25  # while ranks start
 LEAST_POLL_S = 0.01
 BLAME_S = 0.5  # when ranks fail because another is lost: how long to wait for that one's own report
@@ -167,6 +167,7 @@ class RankExecutor:
         for process in self._processes:
             process.exit_reason(max(0.0, deadline - monotonic()))
         self._kill_all()
+        self._failure = self._failure or EngineDead("the ranks have been stopped")
 
     @property
     def _ranks(self) -> range:
@@ -198,11 +199,11 @@ class RankExecutor:
         num_ranks, key = config.parallel.num_ranks, secrets.token_hex(16)
         with socket.create_server((launcher.host, 0)) as listener:
             port = listener.getsockname()[1]
-            self._processes = [launcher.launch(rank, port, key) for rank in range(num_ranks)]
+            for rank in range(num_ranks):
+                self._processes.append(launcher.launch(rank, port, key))
             self._links = self._accept_all(listener, key, deadline)
         keeper = self._links[0].hello
-        hosts = tuple(link.hello.host for link in self._links)
-        setup = frame(Setup(config, keeper.host, keeper.store_port, hosts))
+        setup = frame(Setup(config, keeper.host, keeper.store_port, tuple(link.hello.host for link in self._links)))
         for link in self._links:
             link.send(setup)
         waiting = set(range(num_ranks))
@@ -211,7 +212,7 @@ class RankExecutor:
                 if not isinstance(message, Ready):
                     self._fail(rank, f"sent an unexpected {type(message).__name__}")
                 waiting.discard(rank)
-            if monotonic() > deadline:
+            if waiting and monotonic() > deadline:
                 self._fail(min(waiting), "was not ready in time")
 
     def _accept_all(self, listener: socket.socket, key: str, deadline: float) -> list[RankLink]:
@@ -243,10 +244,9 @@ class RankExecutor:
 
     def _poll(self, timeout_s: float) -> list[tuple[int, FromRank]]:
         """Messages from all ranks except pulses, after at most ``timeout_s``. Raises a rank's failure."""
-        readable, _, _ = select.select(self._links, [], [], timeout_s)
         messages: list[tuple[int, FromRank]] = []
         bereft: dict[int, str] = {}
-        for link in readable:
+        for link in readable(self._links, timeout_s):
             rank = self._links.index(link)
             try:
                 heard = link.read()
@@ -273,7 +273,7 @@ class RankExecutor:
         deadline = monotonic() + BLAME_S
         others = [link for rank, link in enumerate(self._links) if rank not in bereft]
         while (left := deadline - monotonic()) > 0:
-            for link in select.select(others, [], [], left)[0]:
+            for link in readable(others, left):
                 rank = self._links.index(link)
                 try:
                     heard = link.read()

@@ -54,6 +54,7 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
     link.send(Hello(address.rank, address.key, os.getpid(), address.rank_host, port))
     heart = _Heart(link)
     heart.start()
+    runner: RankRunner | None = None
     try:
         setup = link.receive()
         assert isinstance(setup, Setup)
@@ -66,11 +67,7 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         runner = make_runner(setup.config, address.rank, meeting)
         heart.runner = runner
         link.send(Ready())
-        try:
-            _run(link, runner, heart)
-        finally:
-            heart.stop()  # before closing, as it reads the runner's progress
-            runner.close()
+        _run(link, runner, heart)
     except ConnectionError:
         logger.error("rank %d ends: its engine is gone", address.rank)
     except CollectiveError as error:
@@ -81,9 +78,13 @@ def serve_rank(address: RankAddress, make_runner: RunnerFactory) -> None:
         link.send(Failed(kind, message, is_secondary=False))
         raise
     finally:
-        heart.stop()
-        link.close()
-        listener.close()
+        try:
+            heart.stop()  # before closing, as it reads the runner's progress
+            if runner is not None:  # after the engine has been told, which closing may hinder or delay
+                runner.close()
+        finally:
+            link.close()
+            listener.close()
 
 
 def _run(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:

@@ -1034,7 +1034,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "logit_bias": {"3": 200}}, 400, "logit_bias", "[-100, 100]"),
         (CHAT, {"messages": HI, "allowed_token_ids": []}, 400, "allowed_token_ids", "must not be empty"),
         (CHAT, {"messages": HI, "allowed_token_ids": [-1]}, 400, "allowed_token_ids", "at least 0"),
-        (CHAT, {"messages": HI, "bad_words": [" "]}, 400, "bad_words", "not of spaces alone"),
+        (CHAT, {"messages": HI, "bad_words": [" "]}, 400, "bad_words", "not only whitespace"),
         (CHAT, {"messages": HI, "bad_words": ["a"] * 257}, 400, "bad_words", "must be at most 256"),
         (CHAT, {"messages": HI, "bad_words": ["a" * 99] * 42}, 400, "bad_words", "must have at most 4096 together"),
         (COMPLETION, {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "at least 0 and at most 20"),

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, cast
 
 from ray import serve
@@ -51,7 +50,6 @@ from shoal_cluster.serve.model_rows import model_rows
 from shoal_cluster.serve.past_sample import PastSample, decode_past
 from shoal_cluster.serve.ray_store import RayStore
 from shoal_cluster.serve.request_id import is_later_leg
-from shoal_cluster.serve.request_maker import RequestMaker
 from shoal_cluster.serve.rows import ClusterRow, ModelCard, ReplicaRow, ScalingRow
 from shoal_cluster.serve.scaling_board import ScalingBoard
 from shoal_cluster.serve.scaling_desk import ScalingDesk
@@ -59,18 +57,15 @@ from shoal_cluster.serve.serve_details import serve_details
 from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
+from shoal_cluster.serve.served_model import read_model
 from shoal_cluster.user_config import UserConfig
-from shoal_replica.checkpoint import ensure_checkpoint
 from shoal_replica.errors import ModelNotFound, shown
-from shoal_replica.grammars import Grammars
-from shoal_replica.model_config import ModelConfig
 from shoal_replica.request import Request
-from shoal_replica.tokenizer import Tokenizer
 
 UNTOLD_S = 5.0
 """Serve tells a gateway its ``user_config`` right after its start, but not where a document has null for it."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -78,76 +73,81 @@ class Gateway:
 
     async def __init__(self, replicas: DeploymentHandle, config: ClusterConfig) -> None:  # type: ignore[misc]
         set_up_logs(config.logs.format, config.logs.level, process="gateway")
-        self._config = config
-        self._settings = config.gateway
-        folder = await asyncio.to_thread(ensure_checkpoint, config.model)
-        its = config.replica
-        self._model = ModelConfig.from_folder(folder, its.dtype, its.max_model_len, its.quantization)
-        self._tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
-        grammars = Grammars(self._model)
-        await asyncio.to_thread(grammars.load)
-        self._requests = RequestMaker(self._model, self._tokenizer, grammars, config.sampling_defaults(folder))
+        self._config, self._settings = config, config.gateway
+        self._model, self._tokenizer, self._requests = await read_model(config)
         self._access = Access(self._settings.api_secrets(), self._settings.admin_secret)
         if self._access.is_open and not self._settings.is_local:
-            _log.warning("there are no API keys: everybody who reaches this gateway may call it")
+            logger.warning("there are no API keys: everybody who reaches this gateway may call it")
         self._created_s = int(time.time())
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), num_gateways, max_entries)
         install(self._ledger)
         self._adapters = ServedAdapters(self._ledger, tuple(config.adapters))
-        self._adapters_task = asyncio.create_task(self._adapters.run(), name="shoal-adapters")
-        self._replicas = replicas
-        self._call_delay = CallDelay()
+        self._replicas, self._call_delay = replicas, CallDelay()
         own = serve.get_replica_context()
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
-        objective = LatencyTargets(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
-        self._metrics = GatewayMetrics(
-            self._ledger.gateway_id, (config.name, *config.adapters), LatencyWindow(objective)
-        )
-        self._ledger.on_decision = self._metrics.add_decision
-        self._ledger.recalls.on_stall = self._metrics.add_stall
+        self._count(config)
         self._watch = DeploymentWatch(serve_details, own.app_name, replicas.deployment_name, self._ledger.journal)
-        loop = asyncio.get_running_loop()
-        self._watch_task = loop.create_task(self._watch.run(), name="shoal-watch")
         board = ScalingBoard(own.app_name, RayStore())
         self._scaling = ScalingDesk(board, self._ledger, num_gateways, config.scale_config())
-        patience_s = self._settings.placement_timeout_s
-        desk, watch = self._scaling, self._watch
-        self._intake = Intake(self._requests, self._ledger, desk, self._adapters, watch, patience_s, its.max_ongoing)
+        patience_s, max_ongoing = self._settings.placement_timeout_s, config.replica.max_ongoing
+        self._intake = Intake(
+            self._requests, self._ledger, self._scaling, self._adapters, self._watch, patience_s, max_ongoing
+        )
         self._tracer = open_tracer(config.traces, config.name, self._ledger.gateway_id)
         self._after_calls = AfterCalls(log_call, *([self._tracer.take] if self._tracer is not None else ()))
         listeners = (self._scaling.meter.take, self._after_calls.take)
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
-        export = RayExport().run(lambda: self._own_points(self._rows()))
-        self._export_task = loop.create_task(export, name="shoal-metrics")
+        self._tasks = self._start_tasks()
         hold = HoldConfig(objective=LatencyObjective(ttft_s=config.objective.ttft_s))
-        limits = limits_of(config, hold)
         self._dispatcher = Dispatcher(
-            self._ledger, hold, limits, desk.holding, patience_s, desk.is_growing, watch.start_failure
+            self._ledger,
+            hold,
+            limits_of(config, hold),
+            self._scaling.holding,
+            patience_s,
+            self._scaling.is_growing,
+            self._watch.start_failure,
         )
-        gateways = ServeGateways(own.app_name, own.deployment) if self._settings.num_replicas > 1 else None
+        gateways = ServeGateways(own.app_name, own.deployment) if num_gateways > 1 else None
         self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
         self._ingress = await Ingress.open(self, self._settings)
-        loop.call_later(UNTOLD_S, desk.start)
+        asyncio.get_running_loop().call_later(UNTOLD_S, self._scaling.start)
         gc.freeze()  # modules and tokenizer stay; a full collection that visits them would stall all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
         self._ledger.journal.note(EventKind.DEPLOYED, f"this gateway has started: {config.name} on {bounds}")
+
+    def _count(self, config: ClusterConfig) -> None:
+        """Begin to count what calls and decisions come to."""
+        targets = LatencyTargets(ttft_s=config.objective.ttft_s, inter_token_s=config.objective.inter_token_s)
+        models = config.name, *config.adapters
+        self._metrics = GatewayMetrics(self._ledger.gateway_id, models, LatencyWindow(targets))
+        self._ledger.on_decision = self._metrics.add_decision
+        self._ledger.recalls.on_stall = self._metrics.add_stall
+
+    def _start_tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """What goes on beside the calls, for as long as the gateway lives: that of the adapters, then others."""
+        return (
+            asyncio.create_task(self._adapters.run(), name="shoal-adapters"),
+            asyncio.create_task(self._watch.run(), name="shoal-watch"),
+            asyncio.create_task(RayExport().run(lambda: self._own_points(self._rows())), name="shoal-metrics"),
+        )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve passes ``user_config`` without replacing the gateway. Raises ConfigError, and then nothing changes; but
         Serve stops this gateway and starts others, which fail alike: so ``shoal deploy`` checks it first.
         """
-        told = UserConfig.from_dict(user_config, self._config)
-        self._scaling.rebase(self._config.with_scaling(told.scaling).scale_config())
-        self._adapters.want(told.adapters)
-        self._ledger.use_rule(told.routing.rule)
-        weights = told.routing.weights
+        settings = UserConfig.from_dict(user_config, self._config)
+        self._scaling.rebase(self._config.with_scaling(settings.scaling).scale_config())
+        self._adapters.want(settings.adapters)
+        self._ledger.use_rule(settings.routing.rule)
+        weights = settings.routing.weights
         if weights != self._ledger.weights:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {weights}")
         self._ledger.weights = weights
-        if (share := told.routing.prefill_share) != self._ledger.phases.roles.share:
+        if (share := settings.routing.prefill_share) != self._ledger.phases.roles.share:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {share:g} of the replicas only compute prompts")
         self._ledger.phases.roles.share = share
 
@@ -165,11 +165,9 @@ class Gateway:
             self.check_model(call.model)
             adapter = "" if call.model == self._config.name else call.model
             made = await self._intake.take(watch, adapter, timeout_s, self._max_model_len())
-            its = self._config.replica
-            query_of = partial(RouteQuery.for_request, block_size=its.block_size, is_caching=its.enable_prefix_caching)
             generation = Generation(
                 made.request,
-                query_of,
+                self._make_query,
                 self._ledger,
                 self._place,
                 self._tokenizer,
@@ -238,8 +236,8 @@ class Gateway:
 
     async def metrics(self) -> Iterable[Point]:
         rows = self._rows()
-        told = await replica_points(rows, lambda replica_id: self._ledger.ask(replica_id, METRICS))
-        return [*self._own_points(rows), *told, *self._scaling.points()]
+        of_replicas = await replica_points(rows, lambda replica_id: self._ledger.ask(replica_id, METRICS))
+        return [*self._own_points(rows), *of_replicas, *self._scaling.points()]
 
     def _own_points(self, rows: tuple[ReplicaRow, ...]) -> Iterator[Point]:
         return self._metrics.points(rows, self._ledger.view_tally.quality(), self._ledger.view.index)
@@ -305,9 +303,13 @@ class Gateway:
 
     def _max_model_len(self) -> int:
         """The model's limit, or that of the largest block pool if smaller; known once a replica has sent its stats."""
-        told = self._ledger.view.present(time.monotonic()).stats
-        pools = [stats.num_total_blocks * stats.block_size for stats in told if stats is not None]
+        stats = self._ledger.view.present(time.monotonic()).stats
+        pools = [each.num_total_blocks * each.block_size for each in stats if each is not None]
         return min(self._model.max_model_len, max(pools)) if pools else self._model.max_model_len
+
+    def _make_query(self, request: Request) -> RouteQuery:
+        settings = self._config.replica
+        return RouteQuery.for_request(request, settings.block_size, settings.enable_prefix_caching)
 
     def _place(self, request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
         pending = PendingRequest(
@@ -326,7 +328,7 @@ class Gateway:
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
         self._ingress.check_health()
-        for task in (self._watch_task, self._export_task, self._adapters_task):
+        for task in self._tasks:
             if task.done() and not self._is_closing:
                 raise RuntimeError(f"the gateway's {task.get_name()} has ended: {task}")
         self._ledger.check_health()
@@ -336,11 +338,12 @@ class Gateway:
         """Serve awaits this after its own drain: let answers finish, then close."""
         if hasattr(self, "_ingress"):
             self._is_closing = True
-            self._adapters_task.cancel()  # a successor says what is wanted
+            adapters, *others = self._tasks
+            adapters.cancel()  # a successor says what is wanted
             await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
             self._after_calls.finish()
-            self._watch_task.cancel()
-            self._export_task.cancel()
+            for task in others:
+                task.cancel()
             await self._scaling.close()
             await self._ledger.close()
             if self._tracer is not None:

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
-from shoal_cluster.serve.dashboard.history import BUCKET_S, COARSE_S, FINE_S, History, Sample
+from shoal_cluster.serve.dashboard.history import FINE_S, History, Sample
 from shoal_cluster.serve.dashboard.meter import WINDOW_S, Meter
 from shoal_cluster.serve.dashboard.replica_pasts import recalled
 from shoal_cluster.serve.dashboard.roster import roster
-from shoal_cluster.serve.past_sample import PastSample
+from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PAST_S, PastSample
 from shoal_cluster.serve.rows import ClusterRow, ReplicaRow
 from shoal_replica.stats import ReplicaStats
 
@@ -62,7 +62,7 @@ def test_older_samples_become_means_and_peaks_of_twenty_seconds() -> None:
     history = filled(2000)
     older = [s for s in history.since(0) if s.time_s <= START_S + 1999 - FINE_S]
     whole = older[1:-1]
-    assert {b.time_s - a.time_s for a, b in pairwise(whole)} == {BUCKET_S}
+    assert {b.time_s - a.time_s for a, b in pairwise(whole)} == {PAST_BUCKET_S}
     assert all(s.tokens_per_s == pytest.approx(9.5) for s in whole), "rates keep their mean"
     assert all(s.utilization == 0.9 for s in whole), "loads keep their peak"
 
@@ -77,12 +77,12 @@ def test_a_lost_replica_is_not_averaged_away() -> None:
 
 def test_the_store_is_bounded_over_a_day() -> None:
     history = filled(24 * 3600)
-    assert len(history) <= FINE_S + COARSE_S / BUCKET_S + 2
+    assert len(history) <= FINE_S + PAST_S / PAST_BUCKET_S + 2
     kept = history.since(0)
     assert len(kept) == len(history)
     times = [s.time_s for s in kept]
     assert times == sorted(set(times))
-    assert times[-1] - times[0] == pytest.approx(COARSE_S, abs=2 * BUCKET_S)
+    assert times[-1] - times[0] == pytest.approx(PAST_S, abs=2 * PAST_BUCKET_S)
 
 
 def test_a_clock_set_back_adds_nothing() -> None:
@@ -105,9 +105,9 @@ def replace_sample(time_s: float, ttft_p95_s: float | None) -> Sample:
 
 
 def test_what_the_replicas_remember_comes_before_the_first_sample() -> None:
-    begin_s = START_S // BUCKET_S * BUCKET_S
+    begin_s = START_S // PAST_BUCKET_S * PAST_BUCKET_S
     history = filled(30)
-    pasts = [[past(begin_s + BUCKET_S * n, 50) for n in range(-100, 5)], [past(begin_s - BUCKET_S, 10)]]
+    pasts = [[past(begin_s + PAST_BUCKET_S * n, 50) for n in range(-100, 5)], [past(begin_s - PAST_BUCKET_S, 10)]]
     for told in (pasts[:1], pasts, pasts):  # replicas answer one after another
         history.recall(recalled(told))
     kept = history.since(0)
@@ -119,8 +119,8 @@ def test_what_the_replicas_remember_comes_before_the_first_sample() -> None:
 
 def test_what_is_remembered_is_bounded_too() -> None:
     history = History()
-    history.recall(recalled([[past(START_S + BUCKET_S * n, 50) for n in range(5000)]]))
-    assert len(history) == COARSE_S / BUCKET_S
+    history.recall(recalled([[past(START_S + PAST_BUCKET_S * n, 50) for n in range(5000)]]))
+    assert len(history) == PAST_S / PAST_BUCKET_S
 
 
 def past(time_s: float, num_allocated_blocks: int) -> PastSample:

@@ -111,7 +111,7 @@ async def test_nobody_keeps_it() -> None:
 
 
 async def test_a_gateway_that_hangs_keeps_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explainer, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(explainer, "GATEWAY_ANSWER_TIMEOUT_S", 0.05)
     gateways = Gateways(own=keeping(), hangs=None, other=keeping(record(1.0)))
     assert (await asking(gateways).explain("call")).records == (record(1.0),)
     assert not gateways.is_waited_for
@@ -131,7 +131,7 @@ SILENT = [
 async def test_a_gateway_that_does_not_answer_may_keep_it(
     gateways: Gateways, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explainer, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(explainer, "GATEWAY_ANSWER_TIMEOUT_S", 0.05)
     with pytest.raises(Unavailable, match=f"^request_id: {who} may know of 'call' and does not answer now$"):
         await asking(gateways).explain("call")
     assert not gateways.is_waited_for

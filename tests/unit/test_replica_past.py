@@ -13,8 +13,8 @@ from msgspec import structs
 from shoal_cluster.serve.block_map import block_map, decode_block_map, encode_block_map
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_client import FeedClient
-from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PastSample, decode_past
-from shoal_cluster.serve.replica_past import PAST_S, ReplicaPast
+from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PAST_S, PastSample, decode_past
+from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_replica.errors import NotFound, Unavailable
 
 START_S = 1_700_000_000.0  # the start of a bucket

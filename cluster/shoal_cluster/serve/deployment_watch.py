@@ -17,7 +17,7 @@ from shoal_cluster.serve.journal import EventKind, Journal
 from shoal_replica.errors import Unavailable
 
 PERIOD_S = 2.0
-ANSWER_TIMEOUT_S = 10.0
+CONTROLLER_TIMEOUT_S = 10.0  # for an answer of Serve's controller
 START_FAILURES = ("REPLICA_STARTUP_FAILED", "DEPLOYMENT_ACTOR_FAILED")
 NEVER_RAN = "The actor never ran"  # what Ray says where a node was lost before the actor began: the next one may
 OUR_ERROR = re.compile(r"^shoal_replica\.errors\.\w+: ")
@@ -159,7 +159,7 @@ class DeploymentWatch:
         """Follow the deployment until cancelled. A controller that is silent or restarts is asked again."""
         while True:
             try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                async with asyncio.timeout(CONTROLLER_TIMEOUT_S):
                     self.latest = read_deployment(await self._ask(), *self._names)
             except (Unavailable, TimeoutError) as error:
                 logger.warning("the deployment cannot be watched now: %s", error)

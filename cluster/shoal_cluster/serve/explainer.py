@@ -11,7 +11,7 @@ from shoal_cluster.serve.explanation import Explanation
 from shoal_cluster.serve.explanation_codec import explanation_from_bytes, explanation_to_bytes
 from shoal_replica.errors import NotFound, Unavailable, shown
 
-ANSWER_TIMEOUT_S = 3.0
+GATEWAY_ANSWER_TIMEOUT_S = 3.0
 
 
 class Gateways(Protocol):
@@ -76,7 +76,7 @@ class Explainer:
         answering: list[asyncio.Task[tuple[str, bytes]]] = []
         failure: Exception | None = None
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(GATEWAY_ANSWER_TIMEOUT_S):
                 answering += map(asyncio.create_task, await gateways.ask(request_id))
                 if answering:
                     await asyncio.wait(answering)
@@ -98,7 +98,7 @@ class Explainer:
 async def _silent(gateways: Gateways, heard: set[str]) -> str:
     """The gateways that have not answered, by name where the names are known."""
     try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(GATEWAY_ANSWER_TIMEOUT_S):
             names = sorted(set(await gateways.names()) - heard)
     except (TimeoutError, Unavailable):
         names = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+PAST_S = 6 * 3600.0  # so long is remembered, by replicas and by gateways
 PAST_BUCKET_S = 20.0
 
 

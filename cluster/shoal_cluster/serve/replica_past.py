@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PastSample
+from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PAST_S, PastSample
 from shoal_replica.engine import Engine
 from shoal_replica.reports import StepReport
 from shoal_replica.stats import ReplicaStats
-
-PAST_S = 6 * 3600.0
 
 
 class ReplicaPast:

@@ -14,9 +14,8 @@ import ray
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+from shoal_cluster.serve.deployment_watch import CONTROLLER_TIMEOUT_S
 from shoal_replica.errors import Unavailable
-
-ANSWER_TIMEOUT_S = 10.0
 
 
 async def serve_details() -> Mapping[str, Any]:
@@ -28,10 +27,10 @@ async def serve_details() -> Mapping[str, Any]:
 
 
 def serve_details_now() -> Mapping[str, Any]:
-    """For where no event loop runs. Waits for ``ANSWER_TIMEOUT_S`` at most."""
+    """For where no event loop runs. Waits for ``CONTROLLER_TIMEOUT_S`` at most."""
     with _asking():
         asked = _controller().get_serve_instance_details.remote()
-        details: Mapping[str, Any] = ray.get(asked, timeout=ANSWER_TIMEOUT_S)
+        details: Mapping[str, Any] = ray.get(asked, timeout=CONTROLLER_TIMEOUT_S)
     return details
 
 

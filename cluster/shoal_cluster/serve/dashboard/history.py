@@ -8,9 +8,9 @@ from statistics import fmean
 
 import msgspec
 
+from shoal_cluster.serve.past_sample import PAST_BUCKET_S, PAST_S
+
 FINE_S = 600.0
-COARSE_S = 6 * 3600.0
-BUCKET_S = 20.0
 SAMPLE_PERIOD_S = 1.0
 
 
@@ -67,7 +67,7 @@ _MERGE: dict[str, Callable[[Iterable[float]], float]] = {
 
 
 class History:
-    """Samples, oldest first: as they came for ``FINE_S`` seconds, then one per ``BUCKET_S``, up to ``COARSE_S`` old."""
+    """Samples, oldest first: as they came for ``FINE_S`` seconds, then one per ``PAST_BUCKET_S`` for ``PAST_S``."""
 
     def __init__(self) -> None:
         self._fine: deque[Sample] = deque()
@@ -94,7 +94,7 @@ class History:
         self._drop_old(sample.time_s)
 
     def recall(self, samples: Sequence[Sample]) -> None:
-        """Put ``samples`` (oldest first, ``BUCKET_S`` apart) before the first one added, replacing older recalls."""
+        """Put ``samples`` (oldest first, ``PAST_BUCKET_S`` apart) before the first one added, replacing older ones."""
         begin_s = float("inf") if self._begin_s is None else self._begin_s
         own = [sample for sample in self._coarse if sample.time_s >= begin_s]
         self._coarse = deque([*(s for s in samples if s.time_s < begin_s), *own])
@@ -107,13 +107,13 @@ class History:
         return [s for s in (*self._coarse, *unfinished, *self._fine) if s.time_s > time_s]
 
     def _merge(self, sample: Sample) -> None:
-        if self._bucket and sample.time_s // BUCKET_S != self._bucket[0].time_s // BUCKET_S:
+        if self._bucket and sample.time_s // PAST_BUCKET_S != self._bucket[0].time_s // PAST_BUCKET_S:
             self._coarse.append(_merged(self._bucket))
             self._bucket.clear()
         self._bucket.append(sample)
 
     def _drop_old(self, now_s: float) -> None:
-        while self._coarse and self._coarse[0].time_s <= now_s - COARSE_S:
+        while self._coarse and self._coarse[0].time_s <= now_s - PAST_S:
             self._coarse.popleft()
 
 

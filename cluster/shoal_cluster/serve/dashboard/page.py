@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, JSONResponse
 
 from shoal_cluster.serve.dashboard.broadcast import Broadcast
 from shoal_cluster.serve.dashboard.controls import controls_router
-from shoal_cluster.serve.dashboard.history import COARSE_S, Sample
+from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.records import encode_explanation
 from shoal_cluster.serve.dashboard.scaling import encode_decision, mark
 from shoal_cluster.serve.dashboard.state import DashboardState
@@ -27,6 +27,7 @@ from shoal_cluster.serve.dashboard.update import rounded_sample
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.errors import error_response
 from shoal_cluster.serve.http.stream import EventStream
+from shoal_cluster.serve.past_sample import PAST_S
 from shoal_cluster.serve.request_id import call_of
 from shoal_replica.errors import NotFound, ShoalError
 
@@ -106,7 +107,7 @@ def dashboard_router(core: GatewayCore) -> APIRouter:
         return EventStream(_with_redial(broadcast), request.state.request_id)
 
     @router.get("/history")
-    async def history(seconds: float = COARSE_S) -> Response:
+    async def history(seconds: float = PAST_S) -> Response:
         samples = state.history.since(time.time() - seconds)
         return Response(_columns(samples), media_type="application/json", headers=HEADERS)
 

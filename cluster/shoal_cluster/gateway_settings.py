@@ -15,6 +15,7 @@ from shoal_cluster.settings import Settings
 from shoal_replica.errors import ConfigError
 
 MAX_PORT = 65_535
+DEFAULT_MAX_REQUEST_BYTES = 8 * 2**20
 TENANT_PATTERN = r"[\x21-\x7e]{1,64}"
 KEY_PATTERN = r"[\x21-\x7e]+"  # it travels in a header
 ADMIN_KEY_PATTERN = rf"{KEY_PATTERN}( +{KEY_PATTERN})*"
@@ -46,7 +47,7 @@ class GatewaySettings(Settings):
     )
     drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on once it is stopped or replaced")
     placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
-    max_request_bytes: int = Field(8 * 2**20, ge=1024, description="longest body of a request")
+    max_request_bytes: int = Field(DEFAULT_MAX_REQUEST_BYTES, ge=1024, description="longest body of a request")
     max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
     max_index_entries: int = Field(
         2**21, ge=1024, le=2**25, description="cached blocks known to a gateway: the next power of two, 20 bytes each"

@@ -35,7 +35,8 @@ def address(core: FakeGateway) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server, port = asyncio.run_coroutine_threadsafe(start_grpc_server(core, "127.0.0.1:0"), loop).result(10)
+    starting = start_grpc_server(core, "127.0.0.1:0", max_call_s=60)
+    server, port = asyncio.run_coroutine_threadsafe(starting, loop).result(10)
     yield f"127.0.0.1:{port}"
     asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)

@@ -28,6 +28,7 @@ from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_CALL_S = 60.0
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def core() -> FakeGateway:
 
 @pytest_asyncio.fixture
 async def address(core: FakeGateway) -> AsyncIterator[str]:
-    server, port = await start_grpc_server(core, "127.0.0.1:0", MAX_MESSAGE_BYTES)
+    server, port = await start_grpc_server(core, "127.0.0.1:0", MAX_MESSAGE_BYTES, max_call_s=MAX_CALL_S)
     yield f"127.0.0.1:{port}"
     await server.stop(None)
 
@@ -325,11 +326,11 @@ async def test_reflection_describes_every_method_served(address: str) -> None:
 
 async def test_a_port_in_use_is_a_config_error(core: FakeGateway, address: str) -> None:
     with pytest.raises(ConfigError, match="grpc_address"):
-        await start_grpc_server(core, address)
+        await start_grpc_server(core, address, max_call_s=MAX_CALL_S)
 
 
 async def test_a_port_can_be_shared_on_purpose(core: FakeGateway) -> None:
-    first, port = await start_grpc_server(core, "127.0.0.1:0", share_port=True)
-    second, same = await start_grpc_server(core, f"127.0.0.1:{port}", share_port=True)
+    first, port = await start_grpc_server(core, "127.0.0.1:0", max_call_s=MAX_CALL_S, share_port=True)
+    second, same = await start_grpc_server(core, f"127.0.0.1:{port}", max_call_s=MAX_CALL_S, share_port=True)
     assert port == same
     await asyncio.gather(first.stop(None), second.stop(None))

@@ -197,7 +197,7 @@ def test_both_choose_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "library", None)
         by_numpy = routing._least_cost(query, candidates, weights)
-    at_once = native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))
+    at_once = native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query.decode_steps))
     assert at_once == by_numpy if by_numpy[0] >= 0 else at_once[0] == -1
 
 
@@ -228,7 +228,9 @@ def test_costs_are_the_same_to_the_last_bit() -> None:
         assert one[0] - free[0] == pytest.approx(query.num_prompt_tokens - matched[0])
         assert costs[0] == pytest.approx(costs[1])
         num_near += costs[0] != costs[1]
-        place, _ = native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))
+        place, _ = native_least_cost(
+            query, candidates, weights.prefill_price, weights.sequence_price(query.decode_steps)
+        )
         assert place == (-1 if costs[0] == costs[1] else int(costs.argmin()))
     assert num_near > 100
 

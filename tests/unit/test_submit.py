@@ -429,7 +429,7 @@ async def test_the_request_goes_before_its_client_hears_of_it() -> None:
         serve.hold()
         context = Context(lambda: bool(serve.ledger._sent._submitted))
         asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=PROMPT))
-        service = GenerationService(cast("Any", Core(serve)))
+        service = GenerationService(cast("Any", Core(serve)), max_call_s=60)
         await service.generate(asked.SerializeToString(), cast("Any", context))
         assert context.events[:3] == ["submitted", "id", "chunk"]
 

@@ -14,7 +14,7 @@ import typer
 from shoal_cluster.commands.sim_progress import Progress
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.policies.baselines import ROUTINGS
+from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.routing import RouteWeights
@@ -89,7 +89,7 @@ def sim(
         float,
         typer.Option(min=0.0, max=0.99, help="Of the replicas: they compute prompts, others go on with them."),
     ] = 0.0,
-    routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = "predicted_ttft",
+    routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = OWN_RULE,
     hold: Annotated[
         bool | None,
         typer.Option(help="Hold requests at the gateway until a replica can start them. Default: as the rule does."),
@@ -148,10 +148,10 @@ def sim(
 ) -> None:
     """Replay a request trace on a simulated cluster: times to first token, goodput, hits, balance; or plan capacity."""
     rule = _one_of("routing", routing, ROUTINGS)
-    is_held = rule == "predicted_ttft" if hold is None else hold
+    is_held = rule == OWN_RULE if hold is None else hold
     prices = {"prefill_price": prefill_price, "decode_price": decode_price}
     given_prices = {name: price for name, price in prices.items() if price is not None}
-    other_rule = rule != "predicted_ttft"
+    other_rule = rule != OWN_RULE
     _check_together(
         find_replicas=least,
         find_capacity=capacity,

@@ -16,6 +16,7 @@ from shoal_cluster.policies.route_query import RouteQuery
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 60.0
 NO_REPLICA_RETRY_S = 1.0
+UNKNOWN_STEP_S = 1.0  # a full step of a replica that has not computed any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +228,7 @@ def _late_retry_after_s(candidates: Candidates, queued: Queued) -> float:
 def _token_s(candidates: Candidates) -> Amounts:
     """Seconds per prompt token on each replica [n]: as measured, else by its last step as if that had been full."""
     told = candidates.told
-    last_step_s = np.where(told["step_s"] > 0, told["step_s"], NO_REPLICA_RETRY_S)
+    last_step_s = np.where(told["step_s"] > 0, told["step_s"], UNKNOWN_STEP_S)
     token_s: Amounts = np.where(told["token_s"] > 0, told["token_s"], last_step_s / told["max_num_batched_tokens"])
     return token_s
 

@@ -19,6 +19,7 @@ from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.ranking import Amounts, Scores, is_eligible, rank
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import OWN_RULE as OWN_RULE
 from shoal_cluster.policies.routing import RouteWeights, route
 
 Routing = Literal[
@@ -33,7 +34,6 @@ Routing = Literal[
     "dynamo_linear",
 ]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
-OWN_RULE: Routing = "predicted_ttft"
 USE_SENT_BLOCKS: frozenset[Routing] = frozenset({"ray_prefix_affinity", "sglang_cache_aware"})
 
 RAY_IMBALANCED_THRESHOLD = math.inf  # requests
@@ -53,8 +53,8 @@ def place(
     rng: Random,
     memory: Recollection,
 ) -> RouteDecision:
-    """Decide by the rule of that name. Only ``predicted_ttft`` reads ``weights``."""
-    if routing == "predicted_ttft":
+    """Decide by the rule of that name. Only our own reads ``weights``."""
+    if routing == OWN_RULE:
         return route(query, candidates, weights, rng)
     scores = score(routing, query, candidates, rng, memory)
     decision = rank(query, candidates, rng, lambda _, c: scores)

@@ -14,6 +14,9 @@ from shoal_cluster.policies.columns import (
     CAPACITY,
     LOAD,
     PROMISED,
+    RESERVED,
+    RESERVED_BLOCKS,
+    RESERVED_TOKENS,
     STANDING,
     TOLD,
     Floats,
@@ -172,17 +175,17 @@ class Candidates:
 
     @property
     def num_reserved(self) -> Ints:
-        row: Ints = self.columns[0]
+        row: Ints = self.columns[RESERVED]
         return row
 
     @property
     def num_reserved_blocks(self) -> Ints:
-        row: Ints = self.columns[1]
+        row: Ints = self.columns[RESERVED_BLOCKS]
         return row
 
     @property
     def num_reserved_tokens(self) -> Ints:
-        row: Ints = self.columns[2]
+        row: Ints = self.columns[RESERVED_TOKENS]
         return row
 
     @property

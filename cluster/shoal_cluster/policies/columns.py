@@ -51,6 +51,7 @@ TOLD = np.dtype(
 """What is known of one replica: the gateway's own ``ReplicaState``, then what the replica has told of itself."""
 _DRAINING, _OPEN_BLOCKS, _OPEN_SLOTS, _DUE_AT_ONCE = map(list(TOLD.names or ()).index, ("draining", *DERIVED, DUE[0]))
 PROMISED = ("num_reserved", "num_reserved_blocks", "num_reserved_tokens")
+RESERVED, RESERVED_BLOCKS, RESERVED_TOKENS = range(len(PROMISED))
 STANDING = ("capacity", "load", "sequences", "room", "open_blocks", "open_slots", "urgent", "slower")
 """What a decision goes by, what was told and promised taken together. In this order: blocks of the largest request that
 the replica accepts, -1 if it accepts none; prompt tokens to compute before a newcomer; sequences that decode there or

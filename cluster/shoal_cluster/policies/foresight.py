@@ -6,7 +6,6 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM
-from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteWeights, work
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -23,8 +22,7 @@ def foresee(other: PlacedWish, cluster: Candidates, weights: RouteWeights, block
     num_tokens = wish.num_tokens + wish.num_cached_blocks * block_size
     uncached = np.full(len(cluster), num_tokens)
     uncached[place] = wish.num_tokens
-    sequence_price = weights.decode_price * wish.decode_steps / PRICED_STEPS
-    costs = work(cluster, uncached, 0.0, sequence_price, weights, columns[LOAD])
+    costs = work(cluster, uncached, 0.0, weights.sequence_price(wish.decode_steps), weights, columns[LOAD])
     takes_such = columns[CAPACITY] >= num_blocks
     has_room = takes_such & (columns[ROOM] >= num_blocks)
     has_room[place] = takes_such[place] and columns[ROOM, place] >= wish.num_blocks

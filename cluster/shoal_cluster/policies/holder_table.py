@@ -9,10 +9,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.holder_sets import HolderSets
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.native_table import NativeTable
-from shoal_cluster.policies.replica_bits import ALL, Bools, Changes, Ints, add, add_lengths
+from shoal_cluster.policies.replica_bits import ALL, Bools, Changes, add, add_lengths
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 Words = NDArray[np.uint64]

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.native_library import CCounts, library
-from shoal_cluster.policies.replica_bits import Ints
 from shoal_replica.prefix_cache import DIGEST_BYTES, BlockHash
 
 BITS_PER_BYTE = 8

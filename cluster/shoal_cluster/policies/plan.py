@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, URGENT, Ints, due_column, promise
+from shoal_cluster.policies.columns import CAPACITY, LOAD, RESERVED_TOKENS, ROOM, URGENT, Ints, due_column, promise
 from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.foresight import foresee
 from shoal_cluster.policies.native_library import library
@@ -19,8 +19,6 @@ from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, unca
 from shoal_cluster.policies.routing import RouteWeights, idle_and_sooner, load, spared_tokens, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish
-
-TOKENS = 2  # the row of promised tokens in ``Candidates.columns``
 
 
 class Plan:
@@ -101,7 +99,7 @@ class Plan:
             ahead = load(query, self._seen(self._snapshot.num_matched_blocks)).item(place)
         else:
             due_in_s = due_s - self._snapshot.now
-            ahead = self._snapshot.told[due_column(due_in_s)].item(place) + columns.item(TOKENS, place)
+            ahead = self._snapshot.told[due_column(due_in_s)].item(place) + columns.item(RESERVED_TOKENS, place)
         num_tokens = uncached_tokens(query, num_matched_blocks)
         return self._steps_ahead.may_start(num_tokens, ahead, self._snapshot, place)
 
@@ -140,7 +138,7 @@ class Plan:
         matched, cluster = np.stack([one.matched for one in considered]), self._seen(considered[0].matched)
         size = np.array([(query.num_prompt_tokens, query.num_blocks_needed, query.block_size) for query in queries])
         uncached = np.maximum(size[:, :1] - matched * size[:, 2:], 1)
-        prices = np.array([[self.weights.sequence_price(query)] for query in queries])
+        prices = np.array([[self.weights.sequence_price(query.decode_steps)] for query in queries])
         before = columns[LOAD]
         if any(query.passed for query in queries):
             before = np.stack([load(query, cluster) for query in queries])

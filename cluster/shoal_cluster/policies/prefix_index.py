@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.expected_blocks import ExpectedBlocks
 from shoal_cluster.policies.holder_table import make_table
-from shoal_cluster.policies.replica_bits import Ints
 from shoal_replica.prefix_cache import BlockHash
 
 CROWDED = 0.25  # share of entries taken at which sets begin to fill up

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from shoal_cluster.policies.columns import Ints
+
 Bools = NDArray[np.bool_]
 Changes = Iterable[tuple[int, int]]
 """Row numbers, ascending, with the bits of each; a row that is left out has those of the row before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import partial
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import PRICED_STEPS, RouteQuery, uncached_tokens
 from shoal_replica.errors import ConfigError
 
+OWN_RULE: Final = "predicted_ttft"
+"""The name of ``route`` among placement rules."""
+
 MAX_PRICE = 1e9  # keeps costs finite
 
 
@@ -51,9 +54,9 @@ class RouteWeights:
     prefill_price: float = 6.5
     decode_price: float = 640.0
 
-    def sequence_price(self, query: RouteQuery) -> float:
-        """Price of each sequence on a replica, for ``query``."""
-        return self.decode_price * query.decode_steps / PRICED_STEPS
+    def sequence_price(self, decode_steps: int) -> float:
+        """Price of each sequence on a replica, for a request with so many ``RouteQuery.decode_steps``."""
+        return self.decode_price * decode_steps / PRICED_STEPS
 
     def __post_init__(self) -> None:
         for name in ("prefill_price", "decode_price"):
@@ -103,7 +106,7 @@ def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights
     if query.is_restricted or query.passed or query.patience_tokens is not None or not candidates.replica_ids:
         return -1, 0
     if library is not None:
-        return native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query))
+        return native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query.decode_steps))
     costs = cost(query, candidates, weights)
     place = int(costs.argmin())
     if not _has_room(query, candidates, place) or not _is_alone(costs, place):
@@ -115,7 +118,7 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     """The scores behind ``route`` with their terms, in prompt tokens of compute."""
     told, matched = candidates.told, candidates.num_matched_blocks
     scores = _price(query, candidates, weights)
-    running: Floats = np.multiply(weights.sequence_price(query), candidates.columns[SEQUENCES])
+    running: Floats = np.multiply(weights.sequence_price(query.decode_steps), candidates.columns[SEQUENCES])
     uncached = _uncached(query, matched)
     slower: Floats = candidates.columns[SLOWER] * PER_CENT * (uncached + load(query, candidates) + running)
     busy = _busy(query, candidates, _work(query, candidates, weights))
@@ -188,7 +191,9 @@ def _work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> F
     """``cost`` where no idle replica is preferred [n]."""
     uncached = _uncached(query, candidates.num_matched_blocks)
     spared = spared_tokens(query, candidates.num_matched_blocks)
-    return work(candidates, uncached, spared, weights.sequence_price(query), weights, load(query, candidates))
+    return work(
+        candidates, uncached, spared, weights.sequence_price(query.decode_steps), weights, load(query, candidates)
+    )
 
 
 def spared_tokens(query: RouteQuery, num_matched_blocks: Ints) -> Floats:
@@ -291,7 +296,7 @@ class RouteRecord(NamedTuple):
         if self.rule is not None:
             return f"{self.rule.routing}, seed {self.seed}"
         weights = ", ".join(f"{field.name} {getattr(self.weights, field.name):g}" for field in fields(self.weights))
-        return f"predicted_ttft, {weights}, seed {self.seed}"
+        return f"{OWN_RULE}, {weights}, seed {self.seed}"
 
     def ages_s(self) -> dict[str, float]:
         """Age of each replica's stats in seconds; replicas without stats are left out."""

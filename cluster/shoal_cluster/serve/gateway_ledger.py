@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 
-from shoal_cluster.policies.baselines import OWN_RULE
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.named_placement import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
+from shoal_cluster.policies.routing import OWN_RULE, RouteRecord, RouteWeights, decide
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
@@ -34,7 +33,7 @@ from shoal_cluster.serve.view_tally import ViewTally
 from shoal_replica.errors import InvalidArgument, NotFound, shown
 from shoal_replica.request import Request
 
-ANSWER_TIMEOUT_S = 3.0
+FEED_ANSWER_TIMEOUT_S = 3.0
 
 
 class GatewayLedger:
@@ -207,7 +206,7 @@ class GatewayLedger:
         feed = self._feeds.get(replica_id)
         if feed is None:
             raise NotFound(f"replica_id: no replica {shown(replica_id)} is known")
-        return await feed.ask(question, ANSWER_TIMEOUT_S, body)
+        return await feed.ask(question, FEED_ANSWER_TIMEOUT_S, body)
 
     def start_report(self, replica_id: str) -> str:
         """What a member reported at its start; empty for a replica that is no member."""

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shoal_cluster.errors import INTERNAL, report_error
+from shoal_cluster.gateway_settings import DEFAULT_MAX_REQUEST_BYTES
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.admin import key_of_header
 from shoal_cluster.serve.call import GenerateCall
@@ -33,8 +34,6 @@ from shoal_replica.errors import ConfigError, DeadlineExceeded, InvalidArgument,
 
 GENERATION = "shoal.v1.Generation"
 CONTROL = "shoal.v1.Control"
-DEFAULT_MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-DEFAULT_MAX_CALL_S = 660.0
 READINESS_PERIOD_S = 0.25
 TENANT_KEY = "x-tenant"  # takes precedence over the message's; an API key's tenant over both
 AUTHORIZATION = "authorization"
@@ -52,7 +51,7 @@ _followers: set[asyncio.Task[None]] = set()  # the event loop keeps only weak re
 class GenerationService:
     """Serves `shoal.v1.Generation`."""
 
-    def __init__(self, core: GatewayCore, max_call_s: float = DEFAULT_MAX_CALL_S) -> None:
+    def __init__(self, core: GatewayCore, max_call_s: float) -> None:
         self._core = core
         self._max_call_s = max_call_s
 
@@ -174,9 +173,9 @@ class ControlService:
 async def start_grpc_server(
     core: GatewayCore,
     address: str,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    max_message_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
     *,
-    max_call_s: float = DEFAULT_MAX_CALL_S,
+    max_call_s: float,
     credentials: grpc.ServerCredentials | None = None,
     share_port: bool = False,
 ) -> tuple[grpc.aio.Server, int]:

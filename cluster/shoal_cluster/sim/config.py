@@ -10,7 +10,7 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import Routing
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
-from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.policies.routing import OWN_RULE, RouteWeights
 from shoal_cluster.sim.faults import Fault
 from shoal_cluster.sim.latency import StepTime
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -56,7 +56,7 @@ class SimConfig:
         default_factory=lambda: SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048)
     )
     step_time: StepTime = field(default_factory=StepTime)
-    routing: Routing = "predicted_ttft"
+    routing: Routing = OWN_RULE
     weights: RouteWeights = field(default_factory=RouteWeights)
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     scaling: ScalingPlan | None = None

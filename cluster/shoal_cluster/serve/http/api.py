@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from shoal_cluster.gateway_settings import GatewaySettings
+from shoal_cluster.gateway_settings import DEFAULT_MAX_REQUEST_BYTES, GatewaySettings
 from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.access import KeyCheck
@@ -39,7 +39,6 @@ from shoal_cluster.serve.request_id import another_id
 from shoal_cluster.serve.rows import ModelCard
 from shoal_cluster.serve.trace_context import trace_context
 
-DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATE_PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH)
 TENANT_HEADER = "x-tenant"  # takes precedence over the body's `user`; an API key's tenant over both
@@ -49,7 +48,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody is left to read it
 
 
 def build_http_app(
-    core: GatewayCore, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, cors_origins: Sequence[str] = ()
+    core: GatewayCore, max_body_bytes: int = DEFAULT_MAX_REQUEST_BYTES, cors_origins: Sequence[str] = ()
 ) -> FastAPI:
     """The ASGI application. A body above ``max_body_bytes`` gets 413. Pages of ``cors_origins`` may call it."""
     app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)

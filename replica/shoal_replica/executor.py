@@ -111,8 +111,8 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
-    """Draft tokens, which may follow the ``num_tokens`` tokens of a sequence. The last ``num_matched`` of these have been
-    followed by them before.
+    """Draft tokens, which may follow the ``num_tokens`` tokens of a sequence. The last ``num_matched`` of these have
+    been followed by them before.
     """
 
     seq_id: int
@@ -169,11 +169,11 @@ class Executor(Protocol):
         """Raise if the model can run no more steps. Called between steps."""
         ...
 
-    def load(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> None:
         """Let steps use an adapter. Called between steps. Raises ConfigError, and then nothing has changed."""
         ...
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         """Free an adapter that no sequence uses. Called between steps."""
         ...
 

@@ -228,7 +228,7 @@ class LLM:
             raise ConfigError(f"adapters.{name}: is already loaded")
         (adapter,) = find_adapters({name: source}, self.config.model)
         version = f"{name}{VERSION_MARK}{next(self._ids)}"
-        self._executor.load(replace(adapter, name=version))
+        self._executor.load_adapter(replace(adapter, name=version))
         self._versions[name] = version
         self._loaded.add(version)
 
@@ -239,7 +239,7 @@ class LLM:
         check_adapter(name, self._versions)
         version = self._versions.pop(name)
         self._loaded.remove(version)
-        self._executor.unload(version)
+        self._executor.unload_adapter(version)
 
     def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
         """Call ``subscriber`` after every step from now on. Returns a function that unsubscribes it."""

@@ -38,7 +38,7 @@ class LoadedAdapters:
             raise ConfigError(f"adapters.{adapter.title}: is already loaded")
         self._held.add(adapter.name)
         try:
-            await self._thread.run(partial(self._executor.load, adapter), lambda: self.names.add(adapter.name))
+            await self._thread.run(partial(self._executor.load_adapter, adapter), lambda: self.names.add(adapter.name))
         except BaseException:
             if adapter.name not in self.names:  # else the executor has it, though nobody has waited for that
                 self._held.discard(adapter.name)
@@ -58,7 +58,7 @@ class LoadedAdapters:
         except asyncio.CancelledError:
             self.names.add(name)
             raise
-        await self._thread.run(partial(self._executor.unload, name), lambda: self._held.discard(name))
+        await self._thread.run(partial(self._executor.unload_adapter, name), lambda: self._held.discard(name))
 
     def _release(self, name: str) -> None:
         self._num_used[name] -= 1

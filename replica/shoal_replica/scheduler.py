@@ -84,7 +84,7 @@ class Scheduler:
         return request_id in self._live
 
     def add(self, request: Request, num_coming_blocks: int = 0) -> None:
-        """Queue a request. If ``num_coming_blocks`` of its first blocks are on their way here, it waits for ``release``.
+        """Queue a request. If ``num_coming_blocks`` of its first blocks are on their way, it waits for ``release``.
 
         Raises:
             InvalidArgument: the id is in use, or tokens or beams do not fit the model, a step or the block pool.

@@ -125,13 +125,13 @@ class FakeExecutor:
         self.adapters: dict[str, AdapterConfig] = {}
         self._gone: set[str] = set()  # adapters that have been unloaded
 
-    def load(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> None:
         if adapter.folder == "refuse":
             raise ConfigError(f"adapters.{adapter.name}: is refused")
         self._gone.discard(adapter.name)
         self.adapters[adapter.name] = adapter
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         del self.adapters[name]
         self._gone.add(name)
 

@@ -77,7 +77,7 @@ def test_adapters_of_ranks_that_sum_in_many_pieces(
     monkeypatch.setattr(native_cpu_decoder, "EXCHANGE_BYTES", 0)
     for size, num_threads in ((2, 1), (2, 2), (4, 1)):
         ranks = ThreadedRanks(model, CACHE, ParallelConfig(tensor_parallel_size=size, num_threads=num_threads))
-        ranks._on_all(lambda runner: runner._decoder.load(adapter))
+        ranks._on_all(lambda runner: runner._decoder.load_adapter(adapter))
         assert all(isinstance(runner._decoder, NativeCpuDecoder) for runner in ranks.runners)
         found = ranks._on_all(lambda runner: logits(runner, prompt, "a"))
         torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)

@@ -94,7 +94,7 @@ def test_steps_reach_all_ranks_and_one_answers() -> None:
     with pytest.raises(EngineDead, match="have been stopped"):
         executor.execute(first_step(4))
     with pytest.raises(EngineDead, match="have been stopped"):
-        executor.load(AdapterConfig(name="a", folder="", factors=(), num_values=0))
+        executor.load_adapter(AdapterConfig(name="a", folder="", factors=(), num_values=0))
 
 
 def test_ranks_answer_where_file_descriptors_have_large_numbers() -> None:
@@ -170,13 +170,13 @@ def test_adapters_are_on_all_ranks_or_on_none() -> None:
     odd, good = (AdapterConfig(name="a", folder=folder, factors=(), num_values=0) for folder in ("refuse_one", ""))
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"rank {CULPRIT}: its shard is odd"):
-            executor.load(odd)
-    executor.load(good)
+            executor.load_adapter(odd)
+    executor.load_adapter(good)
     requests = [make_request("0", range(9), max_tokens=4)]
     assert generate(executor, *requests) == {"0": expected_tokens(requests[0].prompt_token_ids, 4)}
-    executor.unload("a")
+    executor.unload_adapter("a")
     with pytest.raises(EngineDead, match="KeyError: 'a'"):
-        executor.unload("a")
+        executor.unload_adapter("a")
     executor.close()
 
 

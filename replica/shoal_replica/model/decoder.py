@@ -56,15 +56,15 @@ class Decoder(Protocol):
         """Operators on the logits that ``compute`` returns, by the threads that computed them."""
         ...
 
-    def load(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> None:
         """Load an adapter, which steps then name.
 
         Raises:
-            ConfigError: from ``load_adapter``.
+            ConfigError: from ``read_adapter``.
         """
         ...
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         """Free an adapter, which no later step names."""
         ...
 

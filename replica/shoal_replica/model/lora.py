@@ -29,7 +29,7 @@ class LoraPair(NamedTuple):
     up: Tensor
 
 
-def load_adapter(
+def read_adapter(
     adapter: AdapterConfig, model: ModelConfig, shard: Shard, device: torch.device
 ) -> Iterator[tuple[str, LoraPair]]:
     """The pairs of a rank's products with their packed names (``layers.{i}.qkv_proj``), in the model's dtype.

@@ -60,7 +60,7 @@ class ModelRunner:
         self._block_size = cache_config.block_size
         self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
         for adapter in adapters:
-            self.load(adapter)
+            self.load_adapter(adapter)
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._grammars = Grammars(model_config)
@@ -77,17 +77,17 @@ class ModelRunner:
         """A number that changes as a step progresses. Another thread may read it, until ``close``."""
         return self._decoder.progress + self._sampler.num_changed
 
-    def load(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> None:
         """Let sequences use an adapter. Raises ConfigError, and then nothing has changed."""
         try:
-            self._decoder.load(adapter)
+            self._decoder.load_adapter(adapter)
         except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
             # No memory for it, no such files on this host, or they have changed since they were checked.
             raise ConfigError(f"adapters.{adapter.title}: cannot be loaded: {error}") from None
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         """Free an adapter that no sequence uses."""
-        self._decoder.unload(name)
+        self._decoder.unload_adapter(name)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step, in the order that ``SchedulerOutput`` specifies."""

@@ -15,7 +15,7 @@ from shoal_kernels.native_shape import DecoderShape, ExpertShape
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, ParallelConfig
 from shoal_replica.memory_plan import EXCHANGE_BYTES
-from shoal_replica.model.lora import load_adapter
+from shoal_replica.model.lora import read_adapter
 from shoal_replica.model.parallel_group import ParallelGroup, SoleRank
 from shoal_replica.model.quantization import quantize
 from shoal_replica.model.rotary import rotary_caches
@@ -75,11 +75,11 @@ class NativeCpuDecoder:
     def row_operators(self) -> RowOperators:
         return self._native
 
-    def load(self, adapter: AdapterConfig) -> None:
-        pairs = load_adapter(adapter, self._model, self._shard, torch.device("cpu"))
+    def load_adapter(self, adapter: AdapterConfig) -> None:
+        pairs = read_adapter(adapter, self._model, self._shard, torch.device("cpu"))
         self._slots[adapter.name] = self._native.add_adapter(pairs)
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         self._last = None, (), False  # another may get its slot
         self._native.remove_adapter(self._slots.pop(name))
 

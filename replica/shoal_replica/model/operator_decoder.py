@@ -12,7 +12,7 @@ from shoal_kernels.draws import RowOperators
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.model.block_tensors import BlockTensors
 from shoal_replica.model.llama import LlamaDecoder
-from shoal_replica.model.lora import LoraPair, load_adapter
+from shoal_replica.model.lora import LoraPair, read_adapter
 from shoal_replica.shard import Shard
 
 
@@ -41,10 +41,10 @@ class OperatorDecoder:
     def row_operators(self) -> RowOperators:
         return ops
 
-    def load(self, adapter: AdapterConfig) -> None:
-        self._adapters[adapter.name] = dict(load_adapter(adapter, self._model.config, self._shard, self._device))
+    def load_adapter(self, adapter: AdapterConfig) -> None:
+        self._adapters[adapter.name] = dict(read_adapter(adapter, self._model.config, self._shard, self._device))
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -65,11 +65,11 @@ class DistributedRunner:
     def awaited_rank(self) -> int | None:
         return self._group.awaited_rank
 
-    def load(self, adapter: AdapterConfig) -> None:
-        self._runner.load(adapter)
+    def load_adapter(self, adapter: AdapterConfig) -> None:
+        self._runner.load_adapter(adapter)
 
-    def unload(self, name: str) -> None:
-        self._runner.unload(name)
+    def unload_adapter(self, name: str) -> None:
+        self._runner.unload_adapter(name)
 
     def read_blocks(self, block_ids: Sequence[int]) -> BlockPart:
         (part,) = self._runner.read_blocks(block_ids)

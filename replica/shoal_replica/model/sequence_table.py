@@ -63,9 +63,6 @@ class SequenceTable:
     def __getitem__(self, seq_id: int) -> RunnerSequence:
         return self._held[seq_id]
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def add(self, new: NewSequence) -> None:
         if new.seq_id in self._held:
             raise RuntimeError(f"sequence {new.seq_id} is already held")

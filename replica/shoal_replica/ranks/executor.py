@@ -117,7 +117,7 @@ class RankExecutor:
             self._check_silence()
             self._check_progress(step, started)
 
-    def load(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> None:
         """Load an adapter on all ranks, or on none. Raises ConfigError, and EngineDead as ``execute`` does."""
         refusals = _refusals(self._ask(dict.fromkeys(self._ranks, Load(adapter))))
         if not refusals:
@@ -125,7 +125,7 @@ class RankExecutor:
         self._ask({rank: Unload(adapter.name) for rank in self._ranks if rank not in refusals})
         _raise_first(refusals)
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         self._ask(dict.fromkeys(self._ranks, Unload(name)))
 
     @property

@@ -57,11 +57,11 @@ class RankRunner(Protocol):
         """Compute this rank's part of a step. Raises CollectiveError if another rank did not take part."""
         ...
 
-    def load(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> None:
         """Let steps use this rank's shard of an adapter. Raises ConfigError, and then nothing has changed."""
         ...
 
-    def unload(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> None:
         """Free an adapter that no sequence uses."""
         ...
 

@@ -101,13 +101,13 @@ def _run(link: EngineLink, runner: RankRunner, heart: _Heart) -> None:
                 heart.is_busy = False
             case Load(adapter):
                 try:
-                    runner.load(adapter)
+                    runner.load_adapter(adapter)
                 except ConfigError as error:
                     link.send(Refused(str(error)))
                 else:
                     link.send(Ready())
             case Unload(name):
-                runner.unload(name)
+                runner.unload_adapter(name)
                 link.send(Ready())
             case ReadBlocks(block_ids):
                 try:

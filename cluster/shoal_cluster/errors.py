@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shoal_cluster.shortened import shortened
 from shoal_replica.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -99,8 +100,7 @@ MAX_MESSAGE = 600  # characters: a gRPC status message travels in a header, and 
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.encode(errors="replace").decode().split())
-    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
+    return shortened(" ".join(text.encode(errors="replace").decode().split()), MAX_MESSAGE)
 
 
 def report_error(error: BaseException, request_id: str) -> ErrorReport:

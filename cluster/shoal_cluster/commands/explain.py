@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -101,9 +100,10 @@ async def _fetch_scaling(address: str) -> ScalingRow:
 
 def _print_scaling(console: Console, record: ScaleRecord) -> None:
     """Print two lines: the decision, and the terms that it weighed."""
-    when = time.strftime("%H:%M:%S", time.localtime(record.time_s))
+    from shoal_cluster.serve.explanation import clock
+
     count = f"{record.num_before} -> {record.num_after}" if record.num_before != record.num_after else record.num_after
-    console.print(f"{when}  {count}  {record.reason}", markup=False)
+    console.print(f"{clock(record.time_s)}  {count}  {record.reason}", markup=False)
     terms = ", ".join(f"{name} {value:.6g}" for name, value in record.terms)
     console.print(f"          {record.num_running} run, {record.num_starting} start; {terms}", markup=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from rich.text import Text
 from shoal_cluster.policies.ranking import MAX_AGE_S
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.update import Blocks, Replica, Update
+from shoal_cluster.serve.explanation import clock
 from shoal_cluster.serve.replica_state import State
 
 STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow", "silent": "dim"}
@@ -74,7 +74,7 @@ def _head(update: Update, trouble: str) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("Shoal ", "bold cyan")
     text.append(f"{update.model} · {update.devices}  ", "dim")
-    text.append(time.strftime("%H:%M:%S  ", time.localtime(update.time_s)))
+    text.append(f"{clock(update.time_s)}  ")
     text.append(f"● {trouble}" if trouble else "● live", "red" if trouble else "green")
     return text
 
@@ -177,13 +177,13 @@ def _scaling(update: Update) -> list[Text]:
     low, high = (scaling.settings.get(name, 0) for name in ("min_replicas", "max_replicas"))
     head = _line("scaling", f"{wanted} wanted of {low:g} to {high:g}", scaling.reason or "the autoscaler is silent")
     marks = (
-        _line(_clock(mark.time_s), f"{mark.num_before} → {mark.num_after}", mark.reason) for mark in scaling.marks[::-1]
+        _line(clock(mark.time_s), f"{mark.num_before} → {mark.num_after}", mark.reason) for mark in scaling.marks[::-1]
     )
     return [head, *marks]
 
 
 def _routes(update: Update) -> list[Text]:
-    return [_line(_clock(route.time_s), route.request_id, f"{route.reason}") for route in update.routes[:4]] or [
+    return [_line(clock(route.time_s), route.request_id, f"{route.reason}") for route in update.routes[:4]] or [
         Text("no request has been routed yet", "dim")
     ]
 
@@ -193,9 +193,7 @@ def _events(update: Update) -> list[Text]:
     for event in update.events[::-1]:
         kind = event.kind if event.count == 1 else f"{event.kind} × {event.count}"
         whom = " ".join(filter(None, (event.replica_id, event.request_id)))
-        lines.append(
-            _line(_clock(event.time_s), kind, f"{whom} {event.text}".strip(), EVENT_STYLES.get(event.kind, ""))
-        )
+        lines.append(_line(clock(event.time_s), kind, f"{whom} {event.text}".strip(), EVENT_STYLES.get(event.kind, "")))
     return lines
 
 
@@ -223,10 +221,6 @@ def _bar(parts: tuple[int, int, int, int], total: int, width: int) -> Text:
         text.append("━" * (end - drawn), style)
         drawn = end
     return text
-
-
-def _clock(time_s: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 def _tails(times: tuple[float, float, float] | None) -> str:

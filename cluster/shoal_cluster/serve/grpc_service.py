@@ -44,7 +44,7 @@ KEEPALIVE_OPTIONS = (  # a client that vanished silently is noticed within 40 s
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _followers: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
 
 
@@ -243,7 +243,7 @@ async def _errors_as_status(context: grpc.aio.ServicerContext, request_id: str) 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception, request_id: str) -> None:
     report = report_error(error, request_id)
     if report.kind is INTERNAL:
-        _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
+        logger.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
     status = grpc.StatusCode[report.kind.grpc_status]
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     if report.retry_after_s is not None:

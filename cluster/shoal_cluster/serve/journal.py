@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import msgspec
 
+from shoal_cluster.shortened import shortened
+
 MAX_EVENTS = 2000
 SAME_WITHIN_S = 10.0
 MAX_TEXT_CHARS = 240
@@ -65,8 +67,7 @@ class Journal:
         self, kind: EventKind, text: str, *, replica_id: str = "", request_id: str = "", time_s: float | None = None
     ) -> None:
         """Add an event that happened now, or at ``time_s`` if it is known to be older."""
-        if len(text) > MAX_TEXT_CHARS:
-            text = text[: MAX_TEXT_CHARS - 1] + "…"
+        text = shortened(text, MAX_TEXT_CHARS)
         now = self._clock() if time_s is None else time_s
         place = self._same(kind, now)
         if place is not None:

@@ -37,7 +37,7 @@ from shoal_replica.request import Request
 KEPT_S = 10.0
 MAX_KEPT = 10_000
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class Runs:
         except Exception as error:  # any error is this request's alone: its gateway's feed carries others
             if not isinstance(error, EngineDead):
                 log_fields = fields(request_id=request_id, **error_fields(error))
-                _log.error("the engine could not take a request", extra=log_fields)
+                logger.error("the engine could not take a request", extra=log_fields)
             run.ended.set_exception(error)
             run.ended.exception()  # counts as retrieved: the call raises it, if it comes
         else:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shoal_cluster.policies.autoscaling_config import LIMITS, ScaleConfig, tunable
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
-from shoal_cluster.serve.control_codec import view_from_proto, view_to_proto
+from shoal_cluster.serve.control_codec import terms_from_proto, terms_to_proto, view_from_proto, view_to_proto
 from shoal_cluster.serve.rows import ScalingRow
 from shoal_protos import control_pb2 as pb
 
@@ -48,7 +48,7 @@ def tune_from_proto(request: pb.TuneRequest) -> tuple[dict[str, float], bool]:
 
 def scale_record_to_proto(record: ScaleRecord) -> pb.ScaleRecord:
     return pb.ScaleRecord(
-        terms=[pb.Term(name=name, value=value) for name, value in record.terms],
+        terms=terms_to_proto(record.terms),
         replicas=map(view_to_proto, record.replicas),
         settings=_settings_to_proto(tunable(record.config)),
         **{name: getattr(record, name) for name in _RECORD_SCALARS},
@@ -57,7 +57,7 @@ def scale_record_to_proto(record: ScaleRecord) -> pb.ScaleRecord:
 
 def scale_record_from_proto(record: pb.ScaleRecord) -> ScaleRecord:
     return ScaleRecord(
-        terms=tuple((term.name, term.value) for term in record.terms),
+        terms=terms_from_proto(record.terms),
         replicas=tuple(map(view_from_proto, record.replicas)),
         config=_config_from_proto(record.settings),
         **{name: getattr(record, name) for name in _RECORD_SCALARS},

@@ -7,6 +7,7 @@ import msgspec
 from shoal_cluster.policies.autoscaling_config import LIMITS, tunable
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.serve.rows import ScalingRow
+from shoal_cluster.shortened import shortened
 
 MAX_REASON_CHARS = 200
 
@@ -43,7 +44,7 @@ def scaling_now(row: ScalingRow, num_marks: int) -> Scaling:
     current = row.current
     return Scaling(
         num_wanted=None if current is None else current.num_after,
-        reason="" if current is None else _short(current.reason),
+        reason="" if current is None else shortened(current.reason, MAX_REASON_CHARS),
         looked_s=None if current is None else round(current.time_s, 1),
         settings=tunable(row.config),
         tuned=row.tuned,
@@ -57,7 +58,7 @@ def mark(record: ScaleRecord) -> Mark:
         time_s=round(record.time_s, 3),
         num_before=record.num_before,
         num_after=record.num_after,
-        reason=_short(record.reason),
+        reason=shortened(record.reason, MAX_REASON_CHARS),
     )
 
 
@@ -91,7 +92,3 @@ def encode_decision(record: ScaleRecord) -> dict[str, object]:
 def limits() -> dict[str, tuple[float, float]]:
     """The least and the greatest value of each setting that may be tuned, by name."""
     return dict(LIMITS)
-
-
-def _short(reason: str) -> str:
-    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 1]}…"

@@ -16,6 +16,7 @@ from shoal_cluster.serve.dashboard.tally import RouteTally, Share, cached_blocks
 from shoal_cluster.serve.journal import Event
 from shoal_cluster.serve.latency_window import LatencySummary, Quantiles
 from shoal_cluster.serve.rows import ClusterRow, ModelRow
+from shoal_cluster.shortened import shortened
 
 MAX_UPDATE_BYTES = 10_000
 MAX_REASON_CHARS = 160
@@ -249,7 +250,6 @@ def _models(rows: Sequence[ModelRow]) -> tuple[tuple[str, int, int, int, int, in
 
 
 def _route(record: RouteRecord) -> Route:
-    reason = record.decision.reason
     num_cached, num_blocks = cached_blocks(record)
     return Route(
         request_id=record.query.request_id,
@@ -258,7 +258,7 @@ def _route(record: RouteRecord) -> Route:
         num_prompt_tokens=record.query.num_prompt_tokens,
         num_cached_blocks=num_cached,
         num_prompt_blocks=num_blocks,
-        reason=reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 1]}…",
+        reason=shortened(record.decision.reason, MAX_REASON_CHARS),
     )
 
 

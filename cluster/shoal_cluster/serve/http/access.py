@@ -7,12 +7,14 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shoal_cluster.serve.admin import BEARER
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.errors import error_response, is_anthropic
 from shoal_replica.errors import Unauthenticated
 
 OPEN_PATHS = frozenset({"/healthz", "/health"})  # probes have no keys
-BEARER, BASIC = "Bearer", 'Basic realm="Shoal: any name, and an API key as password"'  # a browser asks for the second
+BEARER_CHALLENGE = "Bearer"
+BASIC_CHALLENGE = 'Basic realm="Shoal: any name, and an API key as password"'  # a browser then asks its user
 
 
 class KeyCheck:
@@ -34,15 +36,16 @@ class KeyCheck:
                 headers = Headers(scope=scope)
                 given, key = headers.get("authorization"), headers.get("x-api-key")
                 if key is not None and (given is None or is_anthropic(scope["path"])):  # whose clients send it so
-                    given = f"{BEARER} {key}"
+                    given = BEARER + key
                 try:
                     tenant = self._core.authenticate(given)
                 except Unauthenticated as error:
                     self._refuse(scope["path"])
                     response = error_response(error, scope["state"]["request_id"], scope["path"])
-                    response.headers.append("www-authenticate", BEARER)  # browsers take one challenge from a line
+                    # Two lines: browsers take one challenge from each.
+                    response.headers.append("www-authenticate", BEARER_CHALLENGE)
                     if given is None or given.lower().startswith("basic"):  # else a script of the page has asked
-                        response.headers.append("www-authenticate", BASIC)
+                        response.headers.append("www-authenticate", BASIC_CHALLENGE)
                     await response(scope, receive, send)
                     return
             scope["state"]["tenant"] = tenant

@@ -18,7 +18,7 @@ from shoal_replica.errors import shown
 MESSAGES_PATH = "/v1/messages"  # and below it: the routes of Anthropic's API
 _ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large"}
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def is_anthropic(path: str) -> bool:
@@ -30,7 +30,7 @@ def logged_report(error: Exception, request_id: str) -> ErrorReport:
     """What the client may know of ``error``; an internal error is logged."""
     told = report_error(error, request_id)
     if told.kind is INTERNAL:
-        _log.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
+        logger.error("request failed", extra=fields(request_id=request_id, **error_fields(error)))
     return told
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,3 +121,16 @@ class Chunk:
     tool_calls: tuple[CallPiece, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: PromptRead | None = None
+
+    @classmethod
+    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+        """Chunks of a sequence, one right behind the other, as one. Of those whose text has not been read yet."""
+        return cls(
+            index=chunks[0].index,
+            text="".join([chunk.text for chunk in chunks]),
+            token_ids=tuple([token_id for chunk in chunks for token_id in chunk.token_ids]),
+            logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.logprobs]),
+            finish_reason=chunks[-1].finish_reason,
+            stop_reason=chunks[-1].stop_reason,
+            prompt_logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]),
+        )

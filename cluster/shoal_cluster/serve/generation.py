@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Set
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve.avoided import Avoided
@@ -31,6 +33,14 @@ UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gate
 MAX_MERGED = 256  # tokens in a message, or few more: with 20 log-probabilities each, 80 KB of a client's 4 MiB
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline
+
+
+class _Part(NamedTuple):
+    """What a leg is for: sequences of the call, in a request that asks for them alone. ``num_resumes`` led to it."""
+
+    request: Request
+    indexes: range
+    num_resumes: int
 
 
 class Generation:
@@ -88,7 +98,7 @@ class Generation:
         self._deadline_s = self._times.arrived_s + timeout_s
         deadline = self._loop.call_later(self._deadline_s - time.monotonic(), self.fail, error)
         refused_before = self._ledger.routes.refusal_of(self._request.request_id)
-        self._start_leg(self._request, range(len(self._outputs)), 0)
+        self._start_leg(_Part(self._request, range(len(self._outputs)), num_resumes=0))
         is_first = True
         try:
             while True:
@@ -97,10 +107,8 @@ class Generation:
                 while self._chunks:
                     chunk = self._next_chunk()
                     if is_first:
-                        chunk = replace(
-                            chunk, prompt=PromptRead(tuple(self._request.prompt_token_ids), self._num_cached_tokens)
-                        )
-                        is_first = False
+                        prompt = PromptRead(tuple(self._request.prompt_token_ids), self._num_cached_tokens)
+                        chunk, is_first = replace(chunk, prompt=prompt), False
                     if not self._chunks and self._is_done:
                         yield replace(chunk, usage=self.usage())
                         return
@@ -146,17 +154,7 @@ class Generation:
         while self._chunks and self._chunks[0].index == first.index and num_tokens < MAX_MERGED:
             chunks.append(self._chunks.popleft())
             num_tokens += len(chunks[-1].token_ids)
-        if len(chunks) == 1:
-            return first
-        return Chunk(
-            index=first.index,
-            text="".join([chunk.text for chunk in chunks]),
-            token_ids=tuple([token_id for chunk in chunks for token_id in chunk.token_ids]),
-            logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.logprobs]),
-            finish_reason=chunks[-1].finish_reason,
-            stop_reason=chunks[-1].stop_reason,
-            prompt_logprobs=tuple([logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]),
-        )
+        return first if len(chunks) == 1 else Chunk.joined(chunks)
 
     @property
     def _is_done(self) -> bool:
@@ -175,10 +173,10 @@ class Generation:
 
     # Legs: a leg places a request until a replica runs it, for some or all of the call's sequences
 
-    def _start_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
+    def _start_leg(self, part: _Part) -> None:
         if self._is_over or self._failure is not None:
             return  # a handover that comes just when its client has left
-        task = self._loop.create_task(self._run_leg(request, indexes, num_resumes))
+        task = self._loop.create_task(self._run_leg(part))
         self._legs.add(task)
         task.add_done_callback(self._end_leg)
 
@@ -187,28 +185,26 @@ class Generation:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    async def _run_leg(self, request: Request, indexes: range, num_resumes: int) -> None:
-        """Place a request until a replica takes it, and follow it to its end or to the leg that resumes it."""
+    async def _run_leg(self, part: _Part) -> None:
+        """Place a part until a replica takes it, and follow it to its end or to the leg that resumes it."""
         full: dict[str, Outcome] = {}
         while len(full) < MAX_REFUSALS:
             try:
-                refusal = await self._attempt(
-                    request, indexes, num_resumes, await self._avoided.once_there_is_another(full.keys())
-                )
+                refusal = await self._attempt(part, await self._avoided.once_there_is_another(full.keys()))
             except ReplicaLeft as error:  # not counted as a resume: little is computed again
                 self._note_resume(f"moved: {error}")
-                self._resume(request, indexes, num_resumes)
+                self._resume(part)
                 return
             except ReplicaUnheard:  # nor is this one: it costs only time, which the deadline limits
                 await asyncio.sleep(UNHEARD_S)
-                self._resume(request, indexes, num_resumes)
+                self._resume(part)
                 return
             except ReplicaLost as error:
-                if num_resumes == MAX_RESUMES:
+                if part.num_resumes == MAX_RESUMES:
                     raise Unavailable(f"the request was resumed {MAX_RESUMES} times: {error}") from None
                 self.num_resumes += 1
                 self._note_resume(str(error))
-                self._resume(request, indexes, num_resumes + 1)
+                self._resume(part._replace(num_resumes=part.num_resumes + 1))
                 return
             if refusal is None:
                 return
@@ -221,32 +217,16 @@ class Generation:
         reason = next(reversed(full.values())).reason
         raise ResourceExhausted(f"refused by {len(full)} replicas: {reason}", retry_after_s=1.0)
 
-    async def _attempt(
-        self, request: Request, indexes: range, num_resumes: int, excluded: Set[str]
-    ) -> tuple[str, Outcome] | None:
-        """Place a request once and follow it to its end. Returns (replica, outcome) if that replica refused it."""
+    async def _attempt(self, part: _Part, excluded: Set[str]) -> tuple[str, Outcome] | None:
+        """Place a part once and follow it to its end. Returns (replica, outcome) if that replica refused it."""
         self._num_legs += 1
-        query, whole = self._query, request
-        if self._num_legs > 1:
-            request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
-            if request.output_token_ids:
-                query = self._make_query(request)
-            query = self._ledger.sources.with_blocks(replace(query, request_id=request.request_id))
-        if excluded:
-            query = replace(query, excluded=frozenset(excluded))
+        sent, query = self._as_sent(part.request, excluded)
         times = self._times.start_leg(time.monotonic())
-
-        def go_on(replica_id: str) -> None:
-            times.end = leg.end
-            self._ledger.phases.forget(request.request_id)
-            num_blocks = len(self._query.block_hashes)
-            self._ledger.sources.note_left(self._request.request_id, replica_id, num_blocks, time.monotonic())
-            self._resume(whole, indexes, num_resumes)
-
-        leg = Leg({i: self._outputs[i] for i in indexes}, times, self._try_take, go_on)
-        self._ledger.follow(request.request_id, leg.follower)
+        outputs = {index: self._outputs[index] for index in part.indexes}
+        leg = Leg(outputs, times, self._try_take, partial(self._go_on, part, sent.request_id))
+        self._ledger.follow(sent.request_id, leg.follower)
         try:
-            refusal = await leg.see_through(self._place(request, query, self._deadline_s), self._placement_timeout_s)
+            refusal = await leg.see_through(self._place(sent, query, self._deadline_s), self._placement_timeout_s)
             times.end = leg.end if refusal is None else "refused"
             return None if refusal is None else (leg.replica_id, refusal)
         except ReplicaLost as error:
@@ -256,30 +236,49 @@ class Generation:
             times.ended_s = time.monotonic()
             if leg.is_replica_gone:
                 self._avoided.add(leg.replica_id)
-            self._ledger.unfollow(request.request_id)
+            self._ledger.unfollow(sent.request_id)
+
+    def _as_sent(self, request: Request, excluded: Set[str]) -> tuple[Request, RouteQuery]:
+        """A request under the id of its leg, and what places it elsewhere than on the ``excluded`` replicas."""
+        query = self._query
+        if self._num_legs > 1:
+            request = replace(request, request_id=leg_id(self._request.request_id, self._num_legs))
+            if request.output_token_ids:
+                query = self._make_query(request)
+            query = self._ledger.sources.with_blocks(replace(query, request_id=request.request_id))
+        return request, replace(query, excluded=frozenset(excluded)) if excluded else query
+
+    def _go_on(self, part: _Part, sent_id: str, leg: Leg, replica_id: str) -> None:
+        """A replica has computed what it was asked for of a part, sent as ``sent_id``: others go on with the rest."""
+        leg.times.end = leg.end
+        self._ledger.phases.forget(sent_id)
+        num_blocks = len(self._query.block_hashes)
+        self._ledger.sources.note_left(self._request.request_id, replica_id, num_blocks, time.monotonic())
+        self._resume(part)
 
     def _note_resume(self, why: str) -> None:
         request_id = self._request.request_id
         self._ledger.journal.note(EventKind.RESUMED, why, replica_id=self._replica_id, request_id=request_id)
 
-    def _resume(self, request: Request, indexes: range, num_resumes: int) -> None:
+    def _resume(self, part: _Part) -> None:
         """Go on elsewhere after the tokens that the client has: each sequence in its own leg, or, while there are no
         tokens, all in one. A beam search gives its tokens at its end, and would give the same ones again.
         """
-        if request.sampling_params.is_beam_search or not any(self._outputs[index].token_ids for index in indexes):
-            self._start_leg(request, indexes, num_resumes)
+        params = part.request.sampling_params
+        if params.is_beam_search or not any(self._outputs[index].token_ids for index in part.indexes):
+            self._start_leg(part)
             return
-        for index in indexes:
+        for index in part.indexes:
             output = self._outputs[index]
             if output.is_done:
                 continue
             alone = replace(
-                request,
-                sampling_params=replace(request.sampling_params, n=1, prompt_logprobs=None),
+                part.request,
+                sampling_params=replace(params, n=1, prompt_logprobs=None),
                 output_token_ids=tuple(output.token_ids),
                 index=index,
             )
-            self._start_leg(alone, range(index, index + 1), num_resumes)
+            self._start_leg(_Part(alone, range(index, index + 1), part.num_resumes))
 
     async def _cancel_legs(self) -> None:
         legs = set(self._legs)

@@ -66,7 +66,8 @@ class Leg:
     Args:
         times: notes when a replica has taken the request.
         take: called with ``times``, the replica's id and each delta that continues the client's tokens.
-        go_on: called with the replica's id when it has computed what it was asked for and sequences have not ended.
+        go_on: called with this leg and the replica's id when that one has computed what it was asked for and sequences
+            have not ended.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Leg:
         outputs: Mapping[int, Output],
         times: LegTimes,
         take: Callable[[LegTimes, str, TokenDelta], None],
-        go_on: Callable[[str], None],
+        go_on: Callable[[Leg, str], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         self.replica_id = ""
@@ -87,7 +88,7 @@ class Leg:
         self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
         self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
         self._outputs = outputs
-        self._times = times
+        self.times = times
         self._take = take
         self._go_on = go_on
         self.follower = Follower(self._on_routed, self._on_delta, self._on_refused, self._finish)
@@ -158,9 +159,9 @@ class Leg:
     def _on_routed(self, replica_id: str, is_taken: bool) -> None:
         if replica_id != self.replica_id or self._sent_s is None:
             self._sent_s = time.monotonic()
-        self.replica_id = self._times.replica_id = replica_id
+        self.replica_id = self.times.replica_id = replica_id
         if is_taken and not self._routed.done():
-            self._times.routed_s = self._sent_s
+            self.times.routed_s = self._sent_s
             self._routed.set_result(None)
 
     def _on_delta(self, replica_id: str, delta: TokenDelta) -> None:
@@ -178,12 +179,12 @@ class Leg:
             if delta.finish_reason is FinishReason.PREFILLED:
                 self._prefilled.add(delta.index)
                 delta = msgspec.structs.replace(delta, finish_reason=None)
-            self._take(self._times, replica_id, delta)
+            self._take(self.times, replica_id, delta)
             if self.is_done and not self._ended.done():
                 self._finish()
                 if any(not self._outputs[index].is_done for index in self._prefilled):
                     self.end = "prefilled"
-                    self._go_on(replica_id)
+                    self._go_on(self, replica_id)
 
     def _on_refused(self, replica_id: str, refused: Refused) -> None:
         self.replica_id = replica_id
@@ -195,7 +196,7 @@ class Leg:
 
     @property
     def _has_begun(self) -> bool:
-        return self._times.first_token_s is not None
+        return self.times.first_token_s is not None
 
     def _finish(self) -> None:
         """Nothing more comes from this replica."""

@@ -7,7 +7,7 @@ the best of the replicas that become free first. Replicas therefore get only wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -15,13 +15,13 @@ from random import Random
 from shoal_cluster.policies.alike import Alike
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY
-from shoal_cluster.policies.considered import Assignment
+from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
 from shoal_cluster.policies.held import NOT_MATCHED, RESUMED_PRIORITY, Held, PendingRequest, Planned, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.hold_config import HoldConfig
-from shoal_cluster.policies.look import Basis, Look, look
+from shoal_cluster.policies.look import Basis, Look, Sent, look
 from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
@@ -29,7 +29,7 @@ from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.tenants import FairShares
-from shoal_cluster.policies.to_consider import ToConsider, look_up
+from shoal_cluster.policies.to_consider import Order, ToConsider, look_up
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.policies.yielding import Yielding
@@ -222,27 +222,15 @@ class PendingQueue:
         seen, assignments, sent = look(plan, considered, plans_all, basis_of, at_once=len(order) == 1)
         if bases:
             self._to_consider.forget()  # these have been looked up since
-        for (held, _), assignment in zip(order, assignments if sent is None else assignments[:-1], strict=False):
-            held.sized_s = now
-            if assignment != held.assignment:
-                self._note(held, assignment, view, begins_s)
+        self._note_all(order, assignments if sent is None else assignments[:-1], view, now, begins_s)
         if sent is None:
             return None
         self._has_unplanned = plans_all
         held = order[len(assignments) - 1][0]
         yields = self._send(held, assignments[-1][1], view, now)
         limits = self._config.max_steps_ahead, patience, plans_all
-        inputs = view.candidates((), now), weights, *limits, tuple(seen), bases
-        pending, query = held.pending, seen[-1].query
-        return Dispatch(
-            pending if pending.query is query else replace(pending, query=query),
-            now if pending.priority == RESUMED_PRIORITY else seen[-1].due_s,  # its client is in mid-answer
-            sent.candidates,
-            sent.seed,
-            sent.decision,
-            Look(*inputs, tuple(assignments)),
-            yields=yields,
-        )
+        record = Look(view.candidates((), now), weights, *limits, tuple(seen), bases, tuple(assignments))
+        return _dispatch(held.pending, seen[-1], sent, record, yields, now)
 
     def _patience(self, view: ClusterView, present: Candidates) -> float:
         """See ``Plan``. Nobody takes an idle replica out of turn unless there is one for each request that waits here,
@@ -269,6 +257,15 @@ class PendingQueue:
             wishes = view.wishes(now) if self._is_one_of_many else ()
             self._dates.renew_together(self._held.values(), wishes, begins_s, present)
         return begins_s
+
+    def _note_all(
+        self, order: Order, assignments: Sequence[Assignment], view: ClusterView, now: float, begins_s: float
+    ) -> None:
+        """A look has decided where the first requests of ``order`` are to wait."""
+        for (held, _), assignment in zip(order, assignments, strict=False):
+            held.sized_s = now
+            if assignment != held.assignment:
+                self._note(held, assignment, view, begins_s)
 
     def _note(self, held: Held, assignment: Assignment, view: ClusterView, begins_s: float) -> None:
         """A look has decided anew where ``held`` is to wait."""
@@ -332,3 +329,19 @@ class PendingQueue:
             wish = Wish(rank, *planned[1:], *objective, self._by_urgency.is_over(held))
             wishes.setdefault(planned.replica_id, []).append(wish)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
+
+
+def _dispatch(
+    pending: PendingRequest, considered: Considered, sent: Sent, record: Look, yields: bool, now: float
+) -> Dispatch:
+    """The request that a look has sent, as that one ``considered`` it."""
+    query = considered.query
+    return Dispatch(
+        pending if pending.query is query else replace(pending, query=query),
+        now if pending.priority == RESUMED_PRIORITY else considered.due_s,  # its client is in mid-answer
+        sent.candidates,
+        sent.seed,
+        sent.decision,
+        record,
+        yields=yields,
+    )

@@ -159,8 +159,9 @@ class FeedServer:
             case Promise() if message.request_id not in subscriber.request_ids:  # else overtaken by the request
                 subscriber.promises[message.request_id] = message
                 self._tell_others()
-            case Withdraw() if subscriber.promises.pop(message.request_id, None) is not None:
-                self._tell_others()
+            case Withdraw():
+                if subscriber.promises.pop(message.request_id, None) is not None:
+                    self._tell_others()
             case Wishes():
                 now = time.monotonic()
                 subscriber.wishes = tuple(told.wish(now) for told in message.wishes)

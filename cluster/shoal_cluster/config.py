@@ -43,53 +43,74 @@ class ReplicaSettings(Settings):
     """Settings of a replica: its engine, and the resources that it takes on a node."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="of weights, activations and KV; auto is the checkpoint's, bfloat16 on an NPU"
+        "auto", description="type of weights, activations and KV; `auto`: the checkpoint's, on NPUs bfloat16"
     )
     quantization: Literal["none", "int8", "int4", "w8a8", "w4a8"] = Field(
-        "none", description="weights, rounded when loaded; a8: activations, too, to 8 bits, for faster prompts"
+        "none", description="rounds weights when they are loaded; `a8`: also activations, to 8 bits, for faster prompts"
     )
-    max_model_len: int | None = Field(None, ge=1, description="tokens of prompt and answer together; the model's")
-    block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="tokens of a KV block; 128 on an NPU")
-    num_blocks: int | None = Field(None, ge=1, description="KV blocks; as max_num_seqs needs, or as fill the NPU")
-    enable_prefix_caching: bool = Field(True, description="keep blocks for prompts that begin alike")
+    max_model_len: int | None = Field(None, ge=1, description="maximum prompt + answer tokens. Default: the model's")
+    block_size: int = Field(DEFAULT_BLOCK_SIZES["cpu"], ge=1, description="tokens per KV block; on NPUs 128")
+    num_blocks: int | None = Field(
+        None,
+        ge=1,
+        description="KV blocks. Default: on CPUs room for max_num_seqs sequences of 1 024 tokens, or for one of full "
+        "length if that is more, within free memory; on NPUs all free memory",
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse KV blocks of prompts that begin alike")
     kv_transfer: bool = Field(
-        True, description="take cached blocks over from another replica where that is faster than computing them"
+        True, description="copy cached blocks from another replica where that is faster than recomputing them"
     )
-    num_host_blocks: int = Field(0, ge=0, description="in host memory, for what the pool gives up of its prefix cache")
-    max_num_seqs: int = Field(64, ge=1, description="sequences that run at once")
-    max_num_batched_tokens: int = Field(512, ge=1, description="tokens of a step, of prompts and answers together")
-    max_num_waiting: int = Field(1024, ge=1, description="requests in a queue: its own, and its part of the gateways'")
+    num_host_blocks: int = Field(0, ge=0, description="KV blocks in host memory for prefixes evicted from the device")
+    max_num_seqs: int = Field(64, ge=1, description="maximum sequences running at once")
+    max_num_batched_tokens: int = Field(
+        512, ge=1, description="maximum tokens per step, of prompts and answers together"
+    )
+    max_num_waiting: int = Field(
+        1024, ge=1, description="requests that may wait per replica, there and at the gateways"
+    )
     policy: Literal["fcfs", "priority", "deadline"] = Field(
-        "deadline", description="whose turn is next: by the gateway's due dates; fcfs also ignores priorities"
+        "deadline",
+        description="queue order: `deadline` = priority, then due date; `priority` = priority, then arrival; "
+        "`fcfs` = arrival only",
     )
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="guesses at what follows, of a sequence and step; 8 on the CPU, 0 on an NPU",
+        description="maximum draft tokens per sequence and step; 0 for none. Default: 8 on CPUs, 0 on NPUs",
     )
-    device: Literal["cpu", "npu"] = Field("cpu", description="what the ranks compute on")
-    graph_sizes: tuple[int, ...] | None = Field(None, description="decodes that an NPU keeps as graphs; [] for none")
-    device_memory_gib: float | None = Field(None, gt=0, description="of an NPU that a rank may take; else it is asked")
-    num_threads: int = Field(1, ge=1, le=MAX_THREADS, description="of each rank, on the CPU")
+    device: Literal["cpu", "npu"] = Field("cpu", description="device that computes")
+    graph_sizes: tuple[int, ...] | None = Field(
+        None, description="batch sizes for which an NPU keeps decode graphs; [] for none. Default: by max_num_seqs"
+    )
+    device_memory_gib: float | None = Field(
+        None, gt=0, description="NPU memory that a rank may use. Default: what the device reports as free"
+    )
+    num_threads: int = Field(1, ge=1, le=MAX_THREADS, description="CPU threads per rank")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that share each layer")
-    pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages of whole layers")
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=64, description="stages of whole layers, each of tensor_parallel_size ranks"
+    )
     rank_timeout_s: float = Field(
-        3.5, ge=1, description="silence, or a step without progress, after which a rank hangs"
+        3.5, ge=1, description="seconds without a sign of life or progress after which a rank counts as hung"
     )
     placement_strategy: Literal["STRICT_PACK", "PACK"] = Field(
-        "STRICT_PACK", description="ranks on one node, or on several if need be"
+        "STRICT_PACK", description="all ranks on one node, or on several if need be"
     )
-    num_cpus: float = Field(1.0, ge=0, description="of each rank")
-    engine_num_cpus: float = Field(0.5, ge=0, description="of the engine's own process, where there are several ranks")
-    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict, description="Ray's, that it takes besides")
+    num_cpus: float = Field(1.0, ge=0, description="CPUs reserved in Ray per rank")
+    engine_num_cpus: float = Field(
+        0.5, ge=0, description="CPUs reserved in Ray for the engine's own process, where there are several ranks"
+    )
+    resources: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="additional Ray resources per replica"
+    )
     max_replicas_per_node: int | None = Field(
-        None, ge=1, le=100, description="of one rank; as many as there is room for"
+        None, ge=1, le=100, description="maximum replicas per node, of one rank each. Default: as many as fit"
     )
     feed_host: FeedHost = Field(
-        "127.0.0.1", description="where gateways reach the feed; 'node' is the node's own address"
+        "127.0.0.1", description="address at which gateways reach this replica; `node`: the node's own"
     )
-    drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on at a replica that drains")
+    drain_timeout_s: float = Field(60.0, gt=0, description="seconds that answers may continue on a draining replica")
 
     def scheduler_config(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -158,14 +179,20 @@ class ScheduleSettings(Settings):
 class ScalingSettings(Settings):
     """Bounds of the number of replicas, and when to scale within them; see policies.autoscaling_config.ScaleConfig."""
 
-    min_replicas: int = Field(1, description="0 lets an idle cluster go")
-    max_replicas: int = Field(1, description="more than the minimum turns autoscaling on")
-    target_utilization: float = Field(0.7, description="share of blocks, slots and compute that load may take")
-    burst_window_s: float = Field(5.0, description="arrivals are averaged over it, too; from 1 to 60")
-    downscale_delay_s: float = Field(300.0, description="how long fewer replicas must have been enough")
-    headroom: float = Field(5.0, description="held ready for a jump: times the root of the replicas that load fills")
-    burst_memory_s: float = Field(3600.0, description="how long replicas are held ready for a peak that is over")
-    schedules: tuple[ScheduleSettings, ...] = Field((), description="minimums by the clock, see README.md here")
+    min_replicas: int = Field(1, description="minimum replicas; 0 allows scaling to zero when idle")
+    max_replicas: int = Field(1, description="maximum replicas; above the minimum, the count follows the load")
+    target_utilization: float = Field(0.7, description="share of blocks, slots and compute that the load may take")
+    burst_window_s: float = Field(5.0, description="seconds over which bursts of arrivals are averaged; 1 to 60")
+    downscale_delay_s: float = Field(300.0, description="seconds that a lower count must suffice before scaling down")
+    headroom: float = Field(
+        5.0,
+        description="spare replicas for a jump in load, as a multiple of the square root of the replicas that the load "
+        "fills",
+    )
+    burst_memory_s: float = Field(3600.0, description="seconds to stay ready for the return of a past peak")
+    schedules: tuple[ScheduleSettings, ...] = Field(
+        (), description='minimums at set times; see "Scaling" in deploy/README.md'
+    )
 
 
 class ObjectiveSettings(Settings):
@@ -173,40 +200,48 @@ class ObjectiveSettings(Settings):
     ``shed_late``, a first token is due later by twice the request's own prefill time, since long prompts take longer.
     """
 
-    ttft_s: float = Field(2.0, gt=0, description="from a request's arrival to its first token")
-    inter_token_s: float = Field(0.2, gt=0, description="between two tokens of a sequence, its mean")
+    ttft_s: float = Field(
+        2.0,
+        gt=0,
+        description="seconds from a request's arrival to its first token; in the queue, plus twice its own prefill",
+    )
+    inter_token_s: float = Field(0.2, gt=0, description="mean seconds between a sequence's tokens")
 
 
 class LogSettings(Settings):
     """Settings of the log that gateways and replicas write to standard error: a line per request, and errors."""
 
-    format: Literal["json", "text"] = Field("json", description="of lines on standard error")
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged at least")
+    format: Literal["json", "text"] = Field("json", description="format of the lines on standard error")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level")
 
 
 class TraceSettings(Settings):
     """OpenTelemetry tracing. Without an endpoint nothing is traced, at no cost."""
 
     otlp_endpoint: str | None = Field(
-        None, pattern=r"https?://\S+", description="OTLP over HTTP: http://collector:4318"
+        None, pattern=r"https?://\S+", description="OTLP/HTTP collector, e.g. http://collector:4318. Default: no traces"
     )
-    sampled_share: float = Field(1.0, ge=0, le=1, description="of requests whose caller has not decided")
+    sampled_share: float = Field(
+        1.0, ge=0, le=1, description="share of requests traced, where the caller has not decided"
+    )
 
 
 class ClusterConfig(Settings):
     """Everything under ``args``."""
 
-    model: str = Field(min_length=1, description="a Hugging Face folder, a hub id, or the demo model's name")
+    model: str = Field(min_length=1, description="Hugging Face folder, hub id, or the demo model's name")
     served_model_name: str | None = Field(
-        None, max_length=MAX_MODEL_NAME, description="as clients name it; the last part of the model's path"
+        None, max_length=MAX_MODEL_NAME, description="name clients use. Default: last part of the model's path"
     )
     generation_config: Literal["auto", "none"] = Field(
-        "auto", description="of sampling parameters that a request leaves out: the checkpoint's, or OpenAI's"
+        "auto",
+        description="source of defaults for sampling parameters that a request omits: the checkpoint's (`auto`) or "
+        "OpenAI's (`none`)",
     )
     adapters: dict[AdapterName, AdapterSource] = Field(
         default_factory=dict,
         max_length=MAX_ADAPTERS,
-        description="LoRA adapters: the names that clients use, and their folders or hub ids",
+        description="LoRA adapters: names that clients use, each with a folder or hub id",
     )
     replica: ReplicaSettings = ReplicaSettings()
     scaling: ScalingSettings = ScalingSettings()

@@ -37,30 +37,47 @@ Address = Annotated[str, AfterValidator(_address)]
 class GatewaySettings(Settings):
     """Settings of the gateway. Port 0 picks a free one."""
 
-    grpc_address: Address = Field(DEFAULT_GRPC_ADDRESS, description="where gRPC listens")
-    http_address: Address = Field(DEFAULT_HTTP_ADDRESS, description="where HTTP listens")
-    num_replicas: int = Field(1, ge=1, description="gateways; those on a node share its ports")
-    num_cpus: float = Field(0.5, ge=0, description="of each")
-    resources: dict[str, NonNegativeFloat] = Field(default_factory=dict, description="Ray's, that each takes besides")
+    grpc_address: Address = Field(DEFAULT_GRPC_ADDRESS, description="address of the gRPC server")
+    http_address: Address = Field(DEFAULT_HTTP_ADDRESS, description="address of the HTTP server")
+    num_replicas: int = Field(1, ge=1, description="number of gateways; those on a node share its ports")
+    num_cpus: float = Field(0.5, ge=0, description="CPUs reserved in Ray per gateway")
+    resources: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="additional Ray resources per gateway"
+    )
     request_timeout_s: float = Field(
-        600.0, gt=0, description="longest life of a request; its client's deadline may be shorter"
+        600.0, gt=0, description="maximum seconds per request; a gRPC client's deadline may be shorter"
     )
-    drain_timeout_s: float = Field(60.0, gt=0, description="how long answers may go on once it is stopped or replaced")
-    placement_timeout_s: float = Field(30.0, gt=0, description="longest wait while no replica takes requests or starts")
-    max_request_bytes: int = Field(DEFAULT_MAX_REQUEST_BYTES, ge=1024, description="longest body of a request")
-    max_waiting_tokens: int = Field(262_144, ge=1, description="tokens waiting per replica beyond which calls are shed")
+    drain_timeout_s: float = Field(
+        60.0, gt=0, description="seconds that answers may continue once the gateway stops or is replaced"
+    )
+    placement_timeout_s: float = Field(
+        30.0, gt=0, description="maximum seconds of waiting while no replica takes requests or starts"
+    )
+    max_request_bytes: int = Field(DEFAULT_MAX_REQUEST_BYTES, ge=1024, description="maximum size of a request's body")
+    max_waiting_tokens: int = Field(
+        262_144, ge=1, description="waiting prompt tokens per replica beyond which calls are refused"
+    )
     max_index_entries: int = Field(
-        2**21, ge=1024, le=2**25, description="cached blocks known to a gateway: the next power of two, 20 bytes each"
+        2**21,
+        ge=1024,
+        le=2**25,
+        description="cached blocks a gateway can know, rounded up to a power of two; 20 bytes each",
     )
-    shed_late: bool = Field(False, description="refuse calls whose first token could not come within the objective")
-    admin_key: SecretStr | None = Field(None, min_length=1, description="lets `shoal tune` in; no key, no controls")
+    shed_late: bool = Field(False, description="refuse calls whose first token can no longer come within the objective")
+    admin_key: SecretStr | None = Field(
+        None,
+        min_length=1,
+        description="required for `shoal tune` and other controls; without a key they are disabled",
+    )
     api_keys: dict[str, SecretStr] = Field(
-        default_factory=dict, description="by tenant: the keys of which every call needs one; none: everybody may call"
+        default_factory=dict, description="API key of each tenant; if empty, anyone may call"
     )
-    cors_origins: tuple[str, ...] = Field((), description="origins of pages whose scripts may call: a URL each, or '*'")
-    api_keys_file: Path | None = Field(None, description="more of them, on the gateway's node: lines of tenant=key")
-    tls_cert: Path | None = Field(None, description="certificate chain, PEM, on the gateway's node: serve TLS only")
-    tls_key: Path | None = Field(None, description="its private key, PEM")
+    cors_origins: tuple[str, ...] = Field((), description="origins of web pages whose scripts may call: URLs, or '*'")
+    api_keys_file: Path | None = Field(
+        None, description="file of more API keys, lines of tenant=key, on the gateway's node"
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM) on the gateway's node; turns TLS on")
+    tls_key: Path | None = Field(None, description="private key of tls_cert (PEM, not encrypted)")
 
     @property
     def is_local(self) -> bool:

@@ -18,13 +18,19 @@ _DEFAULTS = RouteWeights()
 class RoutingSettings(Settings):
     """How requests are placed: RouteWeights' fields, another rule than Shoal's own, and the roles of replicas."""
 
-    rule: str = Field(OWN_RULE, description="of placement; another to compare with, see README.md here")
-    prefill_share: float = Field(0.0, ge=0, lt=1, description="of the replicas: they only compute prompts; see Roles")
+    rule: str = Field(OWN_RULE, description="placement rule; others are for comparison, see deploy/README.md")
+    prefill_share: float = Field(0.0, ge=0, lt=1, description="share of replicas that only compute prompts")
     prefill_price: float = Field(
-        _DEFAULTS.prefill_price, ge=0, le=MAX_PRICE, description="of a prompt token to compute, in such tokens' compute"
+        _DEFAULTS.prefill_price,
+        ge=0,
+        le=MAX_PRICE,
+        description="price of an uncached prompt token, in prompt tokens' compute",
     )
     decode_price: float = Field(
-        _DEFAULTS.decode_price, ge=0, le=MAX_PRICE, description="of a sequence on a replica, in prompt tokens' compute"
+        _DEFAULTS.decode_price,
+        ge=0,
+        le=MAX_PRICE,
+        description="price of a sequence on a replica, in prompt tokens' compute",
     )
 
     @field_validator("rule")

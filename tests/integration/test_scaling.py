@@ -1,9 +1,10 @@
 """Real clusters: one that grows under load and shrinks after it, to nothing and back, with every request answered; two
-pools; two gateways on one port."""
+pools; two gateways on one port; two models."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import signal
@@ -26,7 +27,7 @@ from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import SamplingParams
-from shoal_replica.errors import NotFound
+from shoal_replica.errors import NotFound, ShoalError
 from shoal_replica.request import FinishReason
 
 pytestmark = pytest.mark.integration
@@ -292,3 +293,29 @@ async def connect(stack: AsyncExitStack, address: str, condition: Callable[[Clus
         client = await stack.enter_async_context(GatewayClient(address))
         if condition(await client.cluster()):
             return client
+
+
+async def test_two_models_on_one_cluster_know_nothing_of_each_other(ray, local_yaml):
+    document, _ = read_config(local_yaml)
+    one = document["applications"][0]
+    one["args"]["scaling"] = {"min_replicas": 1, "max_replicas": 1}
+    two = copy.deepcopy(one) | {"name": "second", "route_prefix": "/second"}
+    two["args"]["served_model_name"] = "second"
+    two["args"]["replica"] |= {"block_size": 32, "num_blocks": 256}
+    for application in (one, two):
+        application["args"]["gateway"] |= {"grpc_address": free_address(), "http_address": free_address()}
+    document["applications"] = [one, two]
+    deploy(document, ray.dashboard_url, lambda progress: None)
+    addresses = [application["args"]["gateway"]["grpc_address"] for application in (one, two)]
+    async with GatewayClient(addresses[0]) as first, GatewayClient(addresses[1]) as second:
+        for client in (first, second):
+            await until_cluster(client, lambda row: num_connected(row) == 1)
+            assert await run(client, 0) is FinishReason.LENGTH
+        before, other = await first.cluster(), await second.cluster()
+        assert (before.model, other.model) == ("smollm2-135m-instruct", "second")
+        assert [row.stats.block_size for row in (*before.replicas, *other.replicas)] == [16, 32]
+        deploy(document | {"applications": [one]}, ray.dashboard_url, lambda progress: None)
+        assert await run(first, 1) is FinishReason.LENGTH
+        assert [row.replica_id for row in (await first.cluster()).replicas] == [before.replicas[0].replica_id]
+        with pytest.raises(ShoalError):
+            await run(second, 1)

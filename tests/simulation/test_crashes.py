@@ -274,7 +274,7 @@ def test_faults_are_given_on_the_command_line(tmp_path: Path) -> None:
     assert told["latency_s"]["max"] > 2.0
     for search, says in (
         ("--find-replicas", "must be below 1"),
-        ("--find-capacity", "fault: got it with find_capacity"),
+        ("--find-capacity", "--fault cannot be combined with --find-capacity"),
     ):
         with pytest.raises(ConfigError, match=says):
             CliRunner().invoke(app, [*arguments, search], catch_exceptions=False)

@@ -200,7 +200,7 @@ def test_step_times_are_found_again_from_what_they_make(tmp_path: Path) -> None:
 def test_a_benchmark_without_steps_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"bench\.json holds no steps"):
+    with pytest.raises(ConfigError, match=r"bench\.json holds no steps .*shoal bench engine --workloads s --json"):
         fit_step_time(path)
     with pytest.raises(NotFound):
         fit_step_time(tmp_path / "other.json")
@@ -307,16 +307,16 @@ def test_the_command_plans_and_draws(lengths: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (["--find-capacity", "--find-replicas"], "find_replicas"),
-        (["--hold", "--routing", "round_robin"], "hold"),
+        (["--find-capacity", "--find-replicas"], "--find-replicas cannot be combined with --find-capacity: choose one"),
+        (["--hold", "--routing", "round_robin"], "--hold cannot be combined with --routing round_robin"),
         (["--model-rate", "1,2"], "model_rate"),
-        (["--model-rate", "1,2,3", "--model-from", "x"], "model_from"),
+        (["--model-rate", "1,2,3", "--model-from", "x"], "--model-from cannot be combined with --model-rate"),
         (["--model-rate", "1e-5,0,0"], r"tokens_per_s: got 1e-05; must be at least 1"),
         (["--model-rate", "8000,1,0"], r"pair_s: got 1\.0; must be at most 1e-05"),
         (["--model-rate", "8000,0,1e9"], r"decode_s: got 1000000000\.0; must be between 0 and 3600"),
         (["--order", "x"], "order"),
         (["--goodput", "0"], "goodput"),
-        (["--scale", "1:4", "--shared-pool"], "shared_pool: got it with scale"),
+        (["--scale", "1:4", "--shared-pool"], "--shared-pool cannot be combined with --scale"),
         (["--seconds", "inf"], "seconds: got inf; must be finite"),
         (["--fault", f"stall:0@{'9' * 400}+5"], "fault: got one from 9+ s .* must be at most"),
     ],

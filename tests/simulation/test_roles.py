@@ -128,7 +128,7 @@ def test_the_command_wants_transfers_with_it(tmp_path: Path) -> None:
     app.command()(sim)
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "500,20\n" * 20, encoding="utf-8")
     options = ["--trace", str(trace), "--format", "lengths", "--replicas", "2", "--prefill-share", "0.5"]
-    with pytest.raises(ConfigError, match="prefill_share: got it without transfer_rate"):
+    with pytest.raises(ConfigError, match="--prefill-share requires --transfer-rate"):
         CliRunner().invoke(app, options, catch_exceptions=False)
     done = CliRunner().invoke(app, [*options, "--transfer-rate", "200000"], catch_exceptions=False)
     assert "20 finished" in done.output

@@ -127,7 +127,7 @@ def test_the_command_names_a_rate_and_refuses_it_beside_a_shared_pool(tmp_path: 
     ran = CliRunner().invoke(app, ["--trace", str(trace), "--transfer-rate", "200000", "--json"])
     assert ran.exit_code == 0, ran.output
     assert '"transfer_s": 0.00256' in ran.stdout
-    with pytest.raises(ConfigError, match="transfer_rate: got it with shared_pool"):
+    with pytest.raises(ConfigError, match="--transfer-rate cannot be combined with --shared-pool"):
         CliRunner().invoke(
             app, ["--trace", str(trace), "--transfer-rate", "2e5", "--shared-pool"], catch_exceptions=False
         )

@@ -706,6 +706,21 @@ class TestReadConfig:
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
 
+    def test_every_application_is_checked(self, tmp_path: Path) -> None:
+        second = self.YAML.partition("\n")[2]
+        ports = "      gateway: {grpc_address: 'h:1', http_address: 'h:2'}\n"
+        path = tmp_path / "serve.yaml"
+        path.write_text(self.YAML + second + ports)
+        assert [a["args"]["model"] for a in read_config(path)[0]["applications"]] == ["m", "m"]
+        path.write_text(self.YAML + second)
+        with pytest.raises(
+            ConfigError, match=r"two gateways want '127\.0\.0\.1:9000'; each needs addresses of its own"
+        ):
+            read_config(path)
+        path.write_text(self.YAML + second + ports.replace("grpc", "grcp"))
+        with pytest.raises(ConfigError, match="grcp_address: unknown key"):
+            read_config(path)
+
 
 def test_an_npu_has_its_own_block_size() -> None:
     def settings(**replica: Any) -> Any:

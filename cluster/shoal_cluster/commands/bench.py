@@ -31,12 +31,12 @@ app.command()(serving)
 
 @app.command()
 def router(
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas to choose from.")] = 64,
-    blocks: Annotated[int, typer.Option(min=8192, help="Cached blocks over all replicas.")] = 1_000_000,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 64,
+    blocks: Annotated[int, typer.Option(min=8192, help="Cached blocks of all replicas together.")] = 1_000_000,
     requests: Annotated[int, typer.Option(min=1, help="Requests to place.")] = 20_000,
-    rate: Annotated[float, typer.Option(min=1, help="Requests a second that the core's share is given for.")] = 2_000.0,
-    tenants: Annotated[int, typer.Option(min=1, help="Whose requests they are, in turn.")] = 1,
-    held: Annotated[int, typer.Option(min=0, help="Requests that wait all the while.")] = 0,
+    rate: Annotated[float, typer.Option(min=1, help="Request rate for which core_share is reported.")] = 2_000.0,
+    tenants: Annotated[int, typer.Option(min=1, help="Number of tenants, round-robin.")] = 1,
+    held: Annotated[int, typer.Option(min=0, help="Requests kept waiting throughout.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Place requests while every replica reports its steps: times of decisions and updates, memory of the index."""
@@ -55,14 +55,14 @@ def router(
 
 @app.command()
 def gateway(
-    streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 256,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 400,
-    steps: Annotated[float, typer.Option(min=1, help="Steps a second; each gives every stream a token.")] = 100.0,
-    model: Annotated[str, typer.Option(help="Whose tokenizer spells the tokens.")] = "smollm2-135m-instruct",
-    http: Annotated[bool, typer.Option("--http", help="By server-sent events, not gRPC.")] = False,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per stream.")] = 400,
+    steps: Annotated[float, typer.Option(min=1, help="Steps per second; each gives every stream a token.")] = 100.0,
+    model: Annotated[str, typer.Option(help="Model whose tokenizer is used.")] = "smollm2-135m-instruct",
+    http: Annotated[bool, typer.Option("--http", help="Use server-sent events instead of gRPC.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Stream tokens from a paced feed through a gateway and one of its faces: what one gateway core carries."""
+    """Stream tokens from a paced feed through a gateway and its gRPC or HTTP API: what one gateway core carries."""
     from shoal_cluster.bench.gateway import StreamLoad, measure_streams
     from shoal_cluster.bench.stream_clients import Face
 

@@ -28,33 +28,33 @@ Texts = list[str] | None
 
 
 def engine(
-    model: Annotated[str, typer.Option(help="A folder, a hub id, or the demo model.")] = DEMO_MODEL,
-    threads: Annotated[int, typer.Option(min=1, help="Cores that every engine is pinned to, a thread each.")] = 1,
+    model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, or the demo model.")] = DEMO_MODEL,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per engine, each pinned to a core.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; in each, the engines take turns.")] = 5,
-    workloads: Annotated[str, typer.Option(help="Letters; 's' measures single steps.")] = DEFAULT_WORKLOADS,
-    engine_option: Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="An argument of LLM.")] = None,
+    workloads: Annotated[
+        str, typer.Option(help="Workloads, one letter each; s measures single steps.")
+    ] = DEFAULT_WORKLOADS,
+    engine_option: Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="Argument of Shoal's LLM.")] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:KEY=VALUE", help="Shoal again, with this as well."),
+        typer.Option(metavar="NAME:KEY=VALUE", help="Measure Shoal again with this argument, too."),
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=PYTHON[:MODEL]",
-            help="Another engine.",
+            help="Engine to compare with.",
         ),
     ] = None,
-    peer_env: Annotated[Texts, typer.Option(metavar="NAME:KEY=VALUE", help="Environment of a peer.")] = None,
-    peer_option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME:KEY=VALUE", help="A peer's own option.")
-    ] = None,
+    peer_env: Annotated[Texts, typer.Option(metavar="NAME:KEY=VALUE", help="Environment variable of a peer.")] = None,
+    peer_option: Annotated[list[str] | None, typer.Option(metavar="NAME:KEY=VALUE", help="Option of a peer.")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME:LETTERS", help="Workloads of a peer or variant.")
+        list[str] | None, typer.Option(metavar="NAME:LETTERS", help="Run only these workloads on a peer or variant.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of an engine.")] = 600.0,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds for an engine to load.")] = 900.0,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure here.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Timeout of an engine's answer (s).")] = 600.0,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Timeout of loading an engine (s).")] = 900.0,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Time the engine on fixed workloads, beside the machine's floor and any peers, and print the ratios.
 

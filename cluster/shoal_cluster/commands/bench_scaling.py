@@ -22,14 +22,18 @@ def scaling(
     autoscaling: Annotated[
         list[str] | None, typer.Option(help="shoal, serve, hpa, kpa or threshold; several are compared. Default: all.")
     ] = None,
-    requests_per_replica: Annotated[float, typer.Option(help="Target of serve and kpa.")] = 2.0,
+    requests_per_replica: Annotated[
+        float, typer.Option(help="Target of serve and kpa, in requests per replica.")
+    ] = 2.0,
     startup_s: Annotated[float, typer.Option(min=0, help="Seconds until a new replica serves.")] = 30.0,
     target_utilization: Annotated[float, typer.Option(help="Target of shoal and hpa.")] = 0.7,
-    headroom: Annotated[float | None, typer.Option(min=0, help="What shoal holds ready for a jump.")] = None,
-    burst_memory_s: Annotated[float | None, typer.Option(min=0, help="How long it does so for a past peak.")] = None,
-    held: Annotated[bool, typer.Option(help="Requests wait at the gateway; else they are placed as they come.")] = True,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Only what arrives so early.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the made-up loads.")] = 0,
+    headroom: Annotated[float | None, typer.Option(min=0, help="Spare replicas, as for shoal tune.")] = None,
+    burst_memory_s: Annotated[
+        float | None, typer.Option(min=0, help="How long shoal stays ready for a past peak.")
+    ] = None,
+    held: Annotated[bool, typer.Option(help="Hold requests at the gateway, or place each on arrival.")] = True,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Simulate only the first N seconds of arrivals.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the generated loads.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare autoscalers in simulated time: objective violations, replica-seconds, and how often they changed."""

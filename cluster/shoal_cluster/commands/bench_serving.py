@@ -22,12 +22,12 @@ HEADER = (
 
 
 def serving(
-    config: Annotated[Path | None, typer.Option(help="A Serve YAML; the local one by default.")] = None,
-    concurrency: Annotated[str, typer.Option(help="Numbers of clients, with commas.")] = "1,4,16,64",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; every prompt is new.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm at each number of clients, at least.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each.")] = False,
+    config: Annotated[Path | None, typer.Option(help="Serve YAML. Default: deploy/serve/local.yaml.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Client counts, comma-separated.")] = "1,4,16,64",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt; no two prompts are alike.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Minimum turns of engine and cluster per client count.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per client count.")] = False,
 ) -> None:
     """Compare one replica behind a gateway with the bare engine, in turns: time to first token, tokens per second."""
     from shoal_cluster.bench.serving import ServingLoad, measure_serving

@@ -66,8 +66,8 @@ class Chat:
 
 
 def demo(
-    config: Annotated[Path | None, typer.Option(help="A Serve YAML; the local one by default.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Stop everything after the answers.")] = False,
+    config: Annotated[Path | None, typer.Option(help="Serve YAML. Default: deploy/serve/local.yaml.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the answers.")] = False,
 ) -> None:
     """Start Ray, apply the YAML, ask eight questions that share one system prompt, and stay up until Ctrl-C."""
     exit_on_signals()

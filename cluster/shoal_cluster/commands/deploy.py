@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -36,15 +37,15 @@ ROLLING_SHARE = 0.2  # of its replicas that Serve replaces at a time, unless the
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
-    """Read a Serve YAML with one Shoal application.
+    """Read a Serve YAML with a Shoal application, or several.
 
     Returns:
-        The whole document, and the application's validated ``args``.
+        The whole document, and the first such application's validated ``args``.
 
     Raises:
         NotFound: no such file.
-        ConfigError: it is not YAML, has no Shoal application, or the ``args`` or the gateway's ``user_config`` are
-            invalid.
+        ConfigError: it is not YAML, has no Shoal application, the ``args`` of one or its gateway's ``user_config`` are
+            invalid, or two want the same address.
     """
     if not path.is_file():
         raise NotFound(f"no file {str(path)!r}")
@@ -52,11 +53,20 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    application = _application(document)
-    if application is None:
+    configs = [_checked(application, path) for application in _applications_in(document)]
+    if not configs:
         raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
+    taken = Counter(address for c in configs for address in (c.gateway.grpc_address, c.gateway.http_address))
+    for address, count in taken.items():
+        if count > 1 and not address.endswith(":0"):
+            raise ConfigError(f"{path}: two gateways want {address!r}; each needs addresses of its own")
+    return document, configs[0]
+
+
+def _checked(application: dict[str, Any], path: Path) -> ClusterConfig:
+    """Its ``args``, in which folders of adapters become whole paths: other processes run in other folders."""
     config = ClusterConfig.from_args(application["args"])
-    if config.adapters:  # folders by their whole paths: other processes run in other folders
+    if config.adapters:
         application["args"]["adapters"] = dict(config.adapters)
     deployments = application.get("deployments") or []
     if not isinstance(deployments, list):
@@ -68,23 +78,23 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
             user_config = UserConfig.from_dict(deployment["user_config"], config)
             if user_config.adapters:
                 deployment["user_config"]["adapters"] = dict(user_config.adapters)
-    return document, config
+    return config
 
 
 def arguments_of(document: object) -> dict[str, Any] | None:
-    """The ``args`` of the Shoal application in a Serve document, to read or change in place; None if there is none."""
-    application = _application(document)
-    return None if application is None else application["args"]
+    """The ``args`` of the first Shoal application in a Serve document, to read or change in place; None if there is
+    none.
+    """
+    return next((application["args"] for application in _applications_in(document)), None)
 
 
-def _application(document: object) -> dict[str, Any] | None:
-    """The Shoal application in a Serve document, its ``args`` filled in if missing; None if there is none."""
+def _applications_in(document: object) -> Iterator[dict[str, Any]]:
+    """The Shoal applications in a Serve document, their ``args`` filled in if missing."""
     applications = document.get("applications") if isinstance(document, dict) else None
     for application in applications if isinstance(applications, list) else ():
         if isinstance(application, dict) and application.get("import_path") == APP_IMPORT_PATH:
             application["args"] = application.get("args") or {}
-            return cast("dict[str, Any]", application)
-    return None
+            yield application
 
 
 def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[str], None]) -> None:
@@ -124,9 +134,9 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
 
 
 def deploy_file(
-    config: Annotated[Path, typer.Argument(help="a Serve YAML with one Shoal application")],
+    config: Annotated[Path, typer.Argument(help="Serve YAML with one Shoal application.")],
     address: Annotated[
-        str, typer.Option(envvar="RAY_DASHBOARD_ADDRESS", help="the cluster's dashboard")
+        str, typer.Option(envvar="RAY_DASHBOARD_ADDRESS", help="URL of Ray's dashboard.")
     ] = DEFAULT_DASHBOARD_URL,
 ) -> None:
     """Check a Serve YAML, apply it as ``serve deploy`` does, and wait until it runs and what it replaces is gone."""

@@ -23,9 +23,7 @@ COLUMN_WIDTH = 13  # minimum width of a replica's column: its numbers, or why it
 
 
 def explain(
-    request_id: Annotated[
-        str | None, typer.Argument(help="The id that `shoal generate` printed, or an answer's.")
-    ] = None,
+    request_id: Annotated[str | None, typer.Argument(help="Id printed by `shoal generate`, or an answer's id.")] = None,
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show scaling decisions instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the decisions as JSON.")] = False,
@@ -40,7 +38,7 @@ def explain(
     console = Console(highlight=False)
     if scaling:
         if request_id is not None:
-            raise typer.BadParameter("--scaling is of no request: give one of them")
+            raise typer.BadParameter("give a request id or --scaling, not both")
         row = asyncio.run(_fetch_scaling(address))
         decisions = row.records if row.current is None else (*row.records, row.current)
         if as_json:
@@ -52,7 +50,7 @@ def explain(
             _print_scaling(console, decision)
         return
     if request_id is None:
-        raise typer.BadParameter("give a request's id, or --scaling")
+        raise typer.BadParameter("give a request id or --scaling")
     explanation = asyncio.run(_fetch(address, request_id))
     if as_json:
         from shoal_cluster.serve.dashboard.records import encode_explanation

@@ -43,23 +43,23 @@ MAX_GATEWAYS = 256
 Name = TypeVar("Name", bound=str)
 
 CLASHES = (
-    ("find_replicas", "find_capacity", "ask for one of them"),
-    ("fault", "find_capacity", "that changes the speed, and a fault's time would mean another part"),
-    ("scale", "find_capacity", "a search is for so many replicas as there are"),
-    ("scale", "find_replicas", "a search is for so many replicas as there are"),
-    ("plot", "find_capacity", "a single run can be drawn"),
-    ("plot", "find_replicas", "a single run can be drawn"),
-    ("shared_pool", "scale", "the one cache is as large as those of the first replicas"),
-    ("host_blocks", "shared_pool", "that is the ceiling of what fits the devices"),
-    ("transfer_rate", "shared_pool", "its transfers are free"),
+    ("find_replicas", "find_capacity", "choose one"),
+    ("fault", "find_capacity", "at another speed a fault would hit another part of the trace"),
+    ("scale", "find_capacity", "the search keeps the number of replicas"),
+    ("scale", "find_replicas", "the search sets the number of replicas"),
+    ("plot", "find_capacity", "only a single run can be plotted"),
+    ("plot", "find_replicas", "only a single run can be plotted"),
+    ("shared_pool", "scale", "the shared cache is as large as those of the first replicas"),
+    ("host_blocks", "shared_pool", "the shared pool shows what placement could achieve with device memory alone"),
+    ("transfer_rate", "shared_pool", "in the shared pool transfers are free"),
 )
 """Options that do not go together, and why."""
 
 NEEDS = (
-    ("startup", "scale", "only a cluster that is scaled starts replicas"),
-    ("host_rate", "host_blocks", "nothing moves"),
-    ("prefill_share", "transfer_rate", "whoever goes on takes the prompt's blocks over"),
-    ("shed_late", "hold", "only what is held at the gateway is looked at again"),
+    ("startup", "scale", "otherwise no replica is started"),
+    ("host_rate", "host_blocks", "otherwise nothing moves to host memory"),
+    ("prefill_share", "transfer_rate", "the replica that decodes copies the prompt's blocks"),
+    ("shed_late", "hold", "only held requests are refused later"),
 )
 """Options that mean nothing without another, and why."""
 
@@ -69,81 +69,90 @@ MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_STEP_TOKENS = 10**7, 2**20, 2**24
 def sim(
     trace: Annotated[Path, typer.Option(help="Trace file, plain or .gz.")],
     trace_format: Annotated[str, typer.Option("--format", help=", ".join(TRACE_FORMATS))] = "mooncake",
-    replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS, help="How many there are.")] = 8,
-    blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS, help="KV blocks of each.")] = 1000,
-    block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE, help="Tokens of a block.")] = 512,
+    replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS, help="Number of replicas.")] = 8,
+    blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS, help="KV blocks per replica.")] = 1000,
+    block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE, help="Tokens per block.")] = 512,
     host_blocks: Annotated[
-        int, typer.Option(min=0, max=MAX_BLOCKS, help="Of each replica in host memory, for what its pool gives up.")
+        int, typer.Option(min=0, max=MAX_BLOCKS, help="KV blocks per replica in host memory, for evicted prefixes.")
     ] = 0,
     host_rate: Annotated[
         float | None,
-        typer.Option(min=1.0, help=f"Tokens/s whose KV moves to host memory or back; default {HOST_TOKENS_PER_S:g}."),
+        typer.Option(min=1.0, help=f"Rate (tokens/s) of KV to and from host memory. Default: {HOST_TOKENS_PER_S:g}."),
     ] = None,
     transfer_rate: Annotated[
         float | None,
         typer.Option(
-            min=1.0, help="Tokens/s whose KV is copied to a replica from another that has it; default: it is computed."
+            min=1.0, help="Rate (tokens/s) at which replicas copy cached KV from one another. Default: no copying."
         ),
     ] = None,
     prefill_share: Annotated[
-        float,
-        typer.Option(min=0.0, max=0.99, help="Of the replicas: they compute prompts, others go on with them."),
+        float, typer.Option(min=0.0, max=0.99, help="Share of replicas that only prefill; the rest decode.")
     ] = 0.0,
-    routing: Annotated[str, typer.Option(help=", ".join(ROUTINGS))] = OWN_RULE,
+    routing: Annotated[str, typer.Option(help=f"Placement rule: {', '.join(ROUTINGS)}.")] = OWN_RULE,
     hold: Annotated[
         bool | None,
-        typer.Option(help="Hold requests at the gateway until a replica can start them. Default: as the rule does."),
+        typer.Option(help="Hold requests at gateways until they can start. Default: on for predicted_ttft, else off."),
     ] = None,
     order: Annotated[
         str | None,
-        typer.Option(help=f"Order inside a replica: {', '.join(SCHEDULING_POLICIES)}. Default: deadline when held."),
+        typer.Option(help=f"Queue order: {', '.join(SCHEDULING_POLICIES)}. Default: deadline with --hold, else fcfs."),
     ] = None,
-    gateways: Annotated[int, typer.Option(min=1, max=MAX_GATEWAYS, help="Each with its own view and queue.")] = 1,
-    shared_pool: Annotated[bool, typer.Option(help="One prefix cache for all, transfers free: the ceiling.")] = False,
-    speed: Annotated[float, typer.Option(help="Arrivals this many times as fast.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=0.0, help="Only what comes in the first so many seconds.")
-    ] = None,
-    rounds: Annotated[int, typer.Option("--repeat", min=1, help="So many rounds of it, each of other users.")] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1)] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, max=MAX_STEP_TOKENS, help="Tokens of a step.")] = 2048,
+    gateways: Annotated[int, typer.Option(min=1, max=MAX_GATEWAYS, help="Number of gateways, each with a queue.")] = 1,
+    shared_pool: Annotated[bool, typer.Option(help="One prefix cache for all replicas: an upper bound.")] = False,
+    speed: Annotated[float, typer.Option(help="Speed up arrivals by this factor.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Use only the first N seconds.")] = None,
+    rounds: Annotated[
+        int, typer.Option("--repeat", min=1, help="Repeat the trace N times with distinct prefixes.")
+    ] = 1,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Running sequences per replica, at most.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, max=MAX_STEP_TOKENS, help="Tokens per step.")] = 2048,
     model_rate: Annotated[
         str | None,
-        typer.Option(help="Prefill tokens/s, seconds per token pair, seconds of a decode step: '8000,2.5e-9,0.03'."),
+        typer.Option(help="Prefill tokens/s, seconds per token pair, seconds per decode step: '8000,2.5e-9,0.03'."),
     ] = None,
-    model_from: Annotated[Path | None, typer.Option(help="Step times fitted to 'shoal bench engine --json'.")] = None,
+    model_from: Annotated[
+        Path | None, typer.Option(help="Fit step times to a file of 'shoal bench engine --workloads s --json FILE'.")
+    ] = None,
     prefill_price: Annotated[
-        float | None, typer.Option(help=f"Of a token to compute, by predicted_ttft; default {WEIGHTS.prefill_price:g}.")
+        float | None,
+        typer.Option(help=f"predicted_ttft's price per uncached token. Default: {WEIGHTS.prefill_price:g}."),
     ] = None,
     decode_price: Annotated[
-        float | None, typer.Option(help=f"Of a running sequence, by the same; default {WEIGHTS.decode_price:g}.")
+        float | None,
+        typer.Option(help=f"predicted_ttft's price per sequence on a replica. Default: {WEIGHTS.decode_price:g}."),
     ] = None,
     shed_late: Annotated[
-        bool, typer.Option("--shed-late", help="Refuse what cannot have its first token within the objective.")
+        bool, typer.Option("--shed-late", help="Refuse requests whose first token cannot come within the objective.")
     ] = False,
     scale: Annotated[
-        str | None, typer.Option(help="Autoscaling: least and most replicas, such as 2:16; --replicas at first.")
+        str | None, typer.Option(help="Autoscale between MIN:MAX replicas, e.g. 2:16, starting at --replicas.")
     ] = None,
     startup: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, max=MAX_STARTUP_S, help=f"Seconds until a replica that is added serves; default {STARTUP_S:g}."
-        ),
+        typer.Option(min=0.0, max=MAX_STARTUP_S, help=f"Seconds until a new replica serves. Default: {STARTUP_S:g}."),
     ] = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
-            help="What fails from when, for how many seconds: crash:3@600+30, stall:3@600+5, slow:3@600+300x2."
+            help="KIND:REPLICA@START+SECONDS, repeatable: crash:3@600+30, stall:3@600+5, slow:3@600+300x2 (half speed)."
         ),
     ] = None,
-    ttft: Annotated[float, typer.Option(help="Objective: seconds to the first token, beside its own prefill.")] = 2.0,
-    prefills: Annotated[float, typer.Option(help="Objective: times its own uncached prefill.")] = 2.0,
-    goodput: Annotated[float, typer.Option(help="Share within the objective that is enough.")] = DEFAULT_GOODPUT,
-    capacity: Annotated[bool, typer.Option("--find-capacity", help="Find the highest speed that is carried.")] = False,
-    least: Annotated[bool, typer.Option("--find-replicas", help="Find the fewest replicas that carry it.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Folder for PNGs: latency and load.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is left to chance.")] = 0,
+    ttft: Annotated[
+        float, typer.Option(help="Objective: base seconds to the first token, to which --prefills adds.")
+    ] = 2.0,
+    prefills: Annotated[
+        float, typer.Option(help="Objective: multiple of the request's uncached prefill time added to --ttft.")
+    ] = 2.0,
+    goodput: Annotated[float, typer.Option(help="Required share of requests within the objective.")] = DEFAULT_GOODPUT,
+    capacity: Annotated[
+        bool, typer.Option("--find-capacity", help="Find the highest speed at which --goodput is reached.")
+    ] = False,
+    least: Annotated[
+        bool, typer.Option("--find-replicas", help="Find the fewest replicas that reach --goodput.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Folder for PNGs of latency and load.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
 ) -> None:
     """Replay a request trace on a simulated cluster: times to first token, goodput, hits, balance; or plan capacity."""
@@ -173,9 +182,10 @@ def sim(
         if value == math.inf:
             raise ConfigError(f"{name}: got {value!r}; must be finite")
     if is_held and other_rule:
-        raise ConfigError(f"hold: got it with routing {rule!r}; only predicted_ttft places what is held")
+        raise ConfigError(f"--hold cannot be combined with --routing {rule}: only predicted_ttft places held requests")
     if given_prices and other_rule:
-        raise ConfigError(f"{min(given_prices)}: got it with routing {rule!r}; only predicted_ttft has prices")
+        option = _option(min(given_prices))
+        raise ConfigError(f"{option} cannot be combined with --routing {rule}: only predicted_ttft has prices")
     if plot is not None:
         check_plot(plot)
     step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
@@ -232,10 +242,15 @@ def _check_together(**given: bool) -> None:
     """Raise ConfigError for options that do not go together, as CLASHES and NEEDS say."""
     for name, other, why in CLASHES:
         if given[name] and given[other]:
-            raise ConfigError(f"{name}: got it with {other}; {why}")
+            raise ConfigError(f"{_option(name)} cannot be combined with {_option(other)}: {why}")
     for name, needed, why in NEEDS:
         if given[name] and not given[needed]:
-            raise ConfigError(f"{name}: got it without {needed}; {why}")
+            raise ConfigError(f"{_option(name)} requires {_option(needed)}: {why}")
+
+
+def _option(name: str) -> str:
+    """An option as it is spelt on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _run(
@@ -311,7 +326,7 @@ def _scaling(text: str | None, startup_s: float) -> ScalingPlan | None:
 
 def _step_time(rate: str | None, path: Path | None) -> StepTime:
     if rate is not None and path is not None:
-        raise ConfigError("model_from: got it with model_rate; give one of them")
+        raise ConfigError("--model-from cannot be combined with --model-rate: choose one")
     if path is not None:
         return fit_step_time(path)
     if rate is None:

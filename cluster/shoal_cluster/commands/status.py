@@ -28,12 +28,12 @@ COLUMNS = ("alloc", "cached", "free", "total", "used", "resv", "run", "wait", "h
 def status(
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    replicas: Annotated[bool, typer.Option("--replicas", help="Show what each replica's memory went to.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew each second until Ctrl-C.")] = False,
+    replicas: Annotated[bool, typer.Option("--replicas", help="Show each replica's memory use, too.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:
     """Show each replica's KV blocks (allocated, cached, free, total, used, reserved) and the cluster's sums."""
     if watch and as_json:
-        raise typer.BadParameter("--watch is for a screen, and --json is not")
+        raise typer.BadParameter("--watch and --json cannot be combined")
     if watch:
         asyncio.run(_watch(address, replicas))
         return

@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # gRPC and its dependencies are imported only when a command 
     from shoal_cluster.serve.call import GenerateCall, Usage
 
 Address = Annotated[str, typer.Option(help="The gateway's gRPC address.")]
-Model = Annotated[str, typer.Option(help="The served model, or one of its LoRA adapters; the model by default.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate; all there is room for by default.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.")]
-Stats = Annotated[bool, typer.Option("--stats/--no-stats", help="Say who computed it and how fast, on stderr.")]
+Model = Annotated[str, typer.Option(help="Served model or LoRA adapter. Default: the model.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Maximum tokens to generate. Default: as many as fit.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 picks the likeliest token.")]
+Seed = Annotated[int | None, typer.Option(help="Seed, for a repeatable answer.")]
+Stats = Annotated[bool, typer.Option("--stats/--no-stats", help="Print replica, token counts and speed to stderr.")]
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
     address: Address = DEFAULT_GRPC_ADDRESS,
     model: Model = "",
     max_tokens: MaxTokens = None,
@@ -47,7 +47,7 @@ def generate(
 def chat(
     address: Address = DEFAULT_GRPC_ADDRESS,
     model: Model = "",
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.2,
     seed: Seed = None,

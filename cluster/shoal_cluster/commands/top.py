@@ -32,7 +32,7 @@ DATA = b"data: "
 
 def top(
     address: Annotated[str, typer.Option(help="The gateway's HTTP address.")] = DEFAULT_HTTP_ADDRESS,
-    once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
 ) -> None:
     """Show the cluster as the dashboard does, live, until Ctrl-C."""
     url, access = f"{http_url(address)}/dashboard", GatewayAccess.from_environment()

@@ -92,7 +92,7 @@ def _strip(update: Update, width: int) -> list[Table]:
         "queue": (str(update.num_waiting), f"{update.waiting_tokens:,} tokens"),
         "TTFT p50": (_seconds(ttft and ttft[0]), _tails(ttft)),
         "inter-token p50": (_seconds(inter_token and inter_token[0]), _tails(inter_token)),
-        "in objective": (_share(attained, 1), f"{update.num_shed} shed, {update.num_failed} failed"),
+        "within objective": (_share(attained, 1), f"{update.num_shed} shed, {update.num_failed} failed"),
     }
     tables = []
     names = list(cells)
@@ -100,7 +100,7 @@ def _strip(update: Update, width: int) -> list[Table]:
         table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
         for name in row:
             table.add_column(name, no_wrap=True, ratio=3 if name.endswith("p50") else 2)
-        table.add_row(*(Text(cells[name][0], f"bold {tone}" if name == "in objective" else "bold") for name in row))
+        table.add_row(*(Text(cells[name][0], f"bold {tone}" if name == "within objective" else "bold") for name in row))
         table.add_row(*(Text(cells[name][1], "dim") for name in row))
         tables.append(table)
     return tables
@@ -161,7 +161,7 @@ def _lines(update: Update, past: Past, width: int) -> Table:
     rows = (
         (("blocks in use", "utilization", 1.0, "cyan"), ("tokens/s", "tokens_per_s", None, "cyan")),
         (("tokens waiting", "waiting_tokens", None, "yellow"), ("TTFT p95", "ttft_p95_s", None, "yellow")),
-        (("replicas", "num_ready", None, "green"), ("in objective", "attainment", 1.0, "green")),
+        (("replicas", "num_ready", None, "green"), ("within objective", "attainment", 1.0, "green")),
     )
     for pair in rows:
         cells: list[Text] = []

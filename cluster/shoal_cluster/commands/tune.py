@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 def tune(
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     admin_key: Annotated[str | None, typer.Option(envvar="SHOAL_ADMIN_KEY", help="The cluster's admin key.")] = None,
-    min_replicas: Annotated[int | None, typer.Option(help="Never fewer; 0 lets an idle cluster go.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Never more.")] = None,
+    min_replicas: Annotated[int | None, typer.Option(help="Minimum; 0 allows scaling to zero when idle.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(help="Maximum.")] = None,
     target_utilization: Annotated[float | None, typer.Option(help="Share of a replica that load may take.")] = None,
-    ttft_objective_s: Annotated[float | None, typer.Option(help="Longest wait for a first token.")] = None,
-    burst_window_s: Annotated[float | None, typer.Option(help="The short window of arrivals.")] = None,
-    downscale_delay_s: Annotated[float | None, typer.Option(help="How long fewer must have been enough.")] = None,
-    headroom: Annotated[float | None, typer.Option(help="Held ready for a jump: times the root of the need.")] = None,
-    burst_memory_s: Annotated[float | None, typer.Option(help="How long a past peak is held ready for.")] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Go back to the deployment's settings first.")] = False,
+    ttft_objective_s: Annotated[
+        float | None, typer.Option(help="Longest wait for a first token (s), for scaling alone.")
+    ] = None,
+    burst_window_s: Annotated[float | None, typer.Option(help="Window for averaging bursts of arrivals (s).")] = None,
+    downscale_delay_s: Annotated[
+        float | None, typer.Option(help="How long a lower count must suffice before scaling down (s).")
+    ] = None,
+    headroom: Annotated[
+        float | None,
+        typer.Option(help="Spare replicas: this times the square root of the replicas the load fills."),
+    ] = None,
+    burst_memory_s: Annotated[float | None, typer.Option(help="How long to stay ready for a past peak (s).")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Return to the deployment's settings first.")] = False,
 ) -> None:
     """Change the autoscaler's settings in place, or show them if no change is given."""
     given: dict[str, float | None] = {

@@ -19,7 +19,7 @@ from shoal_replica.stats import ReplicaStats
 
 MAX_TOKENS_PER_S = 1e12
 MIN_INTERVALS = 10
-FORMAT = "steps.prefill: num_new_tokens, num_computed_tokens, seconds; steps.decode: num_seqs, context, seconds"
+HOW = "`shoal bench engine --workloads s --json FILE` writes them"
 
 
 def fit_step_time(path: Path) -> StepTime:
@@ -42,7 +42,7 @@ def fit_step_time(path: Path) -> StepTime:
     except OSError as error:
         raise ConfigError(f"model_from: {path.name} cannot be read ({error.strerror})") from None
     except (ArithmeticError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(f"model_from: {path.name} holds no steps ({error!r}); expected {FORMAT}") from None
+        raise ConfigError(f"model_from: {path.name} holds no steps ({error!r}); {HOW}") from None
 
 
 def fit_live(told: Sequence[tuple[ReplicaStats, ReplicaStats]]) -> StepTime:

@@ -65,9 +65,9 @@ const TILES = [
 ];
 
 const TOTALS = [
-  ["shed", (u) => u.num_shed, "warn", "Requests refused because every queue was full"],
+  ["shed", (u) => u.num_shed, "warn", "Requests refused: queues full, deadline or objective lost"],
   ["failed", (u) => u.num_failed, "bad", "Requests that could not be finished"],
-  ["resumed", (u) => u.num_resumes, "warn", "Streams that went on at another replica"],
+  ["resumed", (u) => u.num_resumes, "warn", "Streams resumed on another replica"],
 ];
 
 const tails = (times) => [`p95 ${duration(times?.[1])}`, `p99 ${duration(times?.[2])}`];

@@ -122,14 +122,14 @@ MODEL_REQUESTS = _gateway(
     "model_requests_total",
     _C,
     "requests",
-    "Requests that have ended, by the model or adapter asked for, if they were valid",
+    "Valid requests that have ended, by the model or adapter asked for",
     MODEL,
 )
 MODEL_TOKENS = _gateway(
     "model_tokens_total",
     _C,
     "tokens",
-    "Tokens of these requests: of the prompt, those of them found cached, and generated",
+    "Their tokens: in prompts, in prompts and found cached, and generated",
     MODEL,
     Label("kind", TOKEN_KINDS),
 )
@@ -137,34 +137,38 @@ WITHIN_OBJECTIVE = _gateway(
     "requests_within_objective_total", _C, "requests", "Finished requests that met the latency objective"
 )
 ACTIVE = _gateway("requests_active", _G, "requests", "Requests in progress")
-RESUMES = _gateway("resumes_total", _C, "streams", "Streams that went on at another replica")
+RESUMES = _gateway("resumes_total", _C, "streams", "Streams resumed on another replica")
 HANDOVERS = _gateway(
     "handovers_total",
     _C,
     "placements",
-    "Placements after which another replica went on with the blocks: the prompt was computed, or the replica drained",
+    "Placements handed over to another replica with their blocks: the prompt was computed, or the replica drained",
     Label("reason", HANDOVER_REASONS),
 )
 STALLS = _gateway(
     "stalls_total",
     _C,
     "stalls",
-    "Replicas that fell silent or whose step did not end, so that what waited there was asked back",
+    "Times that a replica fell silent or its step did not end, so that its waiting requests were recalled",
 )
 REQUEST_TIME = _gateway(
-    "request_seconds", _H, "seconds", "From arrival to the end, of finished requests", buckets=REQUEST_BUCKETS
+    "request_seconds", _H, "seconds", "Time from arrival to end, of finished requests", buckets=REQUEST_BUCKETS
 )
 TTFT = _gateway(
-    "time_to_first_token_seconds", _H, "seconds", "From arrival to a request's first token", buckets=WAIT_BUCKETS
+    "time_to_first_token_seconds",
+    _H,
+    "seconds",
+    "Time from a request's arrival to its first token",
+    buckets=WAIT_BUCKETS,
 )
 INTER_TOKEN = _gateway(
-    "inter_token_seconds", _H, "seconds", "Between the tokens of a sequence, one for each token", buckets=STEP_BUCKETS
+    "inter_token_seconds", _H, "seconds", "Time between tokens of a sequence, once per token", buckets=STEP_BUCKETS
 )
 PLACEMENT = _gateway(
     "placement_seconds",
     _H,
     "seconds",
-    "From arrival until the request went to the replica that took it",
+    "Time from arrival until the request went to the replica that took it",
     buckets=WAIT_BUCKETS,
 )
 DECISIONS = _gateway(
@@ -177,25 +181,32 @@ PLACED_TOKENS = _gateway(
     "placed_prompt_tokens_total", _C, "tokens", "Prompt tokens of requests whose first token has come"
 )
 PREDICTED_TOKENS = _gateway(
-    "predicted_cached_tokens_total", _C, "tokens", "Of those, tokens predicted to be cached when the replica was chosen"
+    "predicted_cached_tokens_total", _C, "tokens", "Those tokens predicted to be cached when the replica was chosen"
 )
 FOUND_TOKENS = _gateway(
-    "found_cached_tokens_total", _C, "tokens", "Of those, tokens that the replica found cached, in whole blocks"
+    "found_cached_tokens_total", _C, "tokens", "Those tokens that the replica found cached, in whole blocks"
 )
 INDEX_ENTRIES = _gateway("index_entries", _G, "blocks", "Cached blocks that the prefix index knows a holder of")
 INDEX_EVICTED = _gateway(
-    "index_evicted_total", _C, "blocks", "Blocks that it forgot for want of room: only a predicted hit is lost"
+    "index_evicted_total",
+    _C,
+    "blocks",
+    "Blocks that the prefix index forgot for lack of room; this only loses predicted hits",
 )
 CONNECTED = _gateway("feed_connected", _G, "0 or 1", "1 when the replica's feed is open", REPLICA_ID)
 SLOWNESS = _gateway(
     "replica_slowness",
     _G,
     "ratio",
-    "Times as long as the fastest replica for a prompt, by full steps; 1 where none was lately",
+    "How many times longer than the fastest replica a prompt takes, by full steps; 1 if none was measured lately",
     REPLICA_ID,
 )
 STALLED = _gateway(
-    "replica_stalled", _G, "0 or 1", "1 while the replica gets nothing new, for it does not get on", REPLICA_ID
+    "replica_stalled",
+    _G,
+    "0 or 1",
+    "1 while the replica is sent no new requests because it makes no progress",
+    REPLICA_ID,
 )
 FEED_AGE = _gateway("feed_age_seconds", _G, "seconds", "Age of the replica's stats at the gateway", REPLICA_ID)
 RESERVED = _gateway(
@@ -227,11 +238,14 @@ STEPS = _replica("steps_total", _C, "steps", "Steps run")
 PROMPT_TOKENS = _replica("prompt_tokens_total", _C, "tokens", "Prompt tokens of requests that have started")
 CACHED_TOKENS = _replica("cached_tokens_total", _C, "tokens", "Prompt tokens found in the prefix cache", TIER)
 GENERATED_TOKENS = _replica("generated_tokens_total", _C, "tokens", "Tokens generated")
-DRAFT_TOKENS = _replica("draft_tokens_total", _C, "tokens", "Guesses at what follows that steps computed")
-ACCEPTED_TOKENS = _replica("accepted_tokens_total", _C, "tokens", "Guesses that were right")
+DRAFT_TOKENS = _replica("draft_tokens_total", _C, "tokens", "Draft tokens computed")
+ACCEPTED_TOKENS = _replica("accepted_tokens_total", _C, "tokens", "Draft tokens that were right")
 FINISHED = _replica("requests_total", _C, "requests", "Requests that have ended")
 PREEMPTIONS = _replica(
-    "preemptions_total", _C, "sequences", "Sequences whose blocks were taken, to be found cached or computed again"
+    "preemptions_total",
+    _C,
+    "sequences",
+    "Sequences preempted: their blocks were taken, to be found cached or recomputed",
 )
 REFUSALS = _replica("refusals_total", _C, "requests", "Requests refused because too many wait")
 STEP_TIME = _replica("step_seconds", _H, "seconds", "Length of a step", buckets=STEP_BUCKETS)
@@ -239,22 +253,22 @@ QUEUE_TIME = _replica(
     "queue_seconds",
     _H,
     "seconds",
-    "From a request's arrival at the replica to its first step",
+    "Time from a request's arrival at the replica to its first step",
     buckets=WAIT_BUCKETS,
 )
 PREFILL_TIME = _replica(
-    "prefill_seconds", _H, "seconds", "From a request's first step to its first token", buckets=WAIT_BUCKETS
+    "prefill_seconds", _H, "seconds", "Time from a request's first step to its first token", buckets=WAIT_BUCKETS
 )
 REPLICA_MEMORY = _replica(
     "memory_bytes",
     _G,
     "bytes",
-    "Memory: all that is resident, and the shares of it that weights and KV blocks were given",
+    "Memory: resident in all, and planned for weights and KV blocks",
     Label("kind", ("resident", "weights", "kv_blocks")),
 )
 
-DESIRED = _autoscaler("desired_replicas", _G, "replicas", "Replicas that the autoscaler asks for")
-RUNNING = _autoscaler("running_replicas", _G, "replicas", "Replicas that run")
+DESIRED = _autoscaler("desired_replicas", _G, "replicas", "Replicas the autoscaler asks for")
+RUNNING = _autoscaler("running_replicas", _G, "replicas", "Running replicas")
 SCALINGS = _autoscaler(
     "decisions_total", _C, "decisions", "Changes of the desired count", Label("direction", ("up", "down"))
 )

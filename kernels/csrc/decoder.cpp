@@ -169,13 +169,13 @@ void Decoder::set_integers(ShoalParameter parameter, int layer, const Integers& 
 }
 
 void Decoder::set_rotary(ShoalRotary table, const float* cos_sin) {
-    if (table != SHOAL_ROTARY_FIRST && table != SHOAL_ROTARY_SECOND) throw std::invalid_argument("table");
+    if (table != SHOAL_ROTARY_FULL && table != SHOAL_ROTARY_WINDOW) throw std::invalid_argument("table");
     cos_sin_[table].assign(cos_sin, cos_sin + static_cast<int64_t>(shape_.max_positions) * shape_.head_size);
 }
 
 void Decoder::set_layer(int layer, bool has_window, ShoalRotary rotary) {
     if (layer < 0 || layer >= shape_.num_layers) throw std::invalid_argument("layer");
-    if (rotary < SHOAL_ROTARY_FIRST || rotary > SHOAL_UNROTATED) throw std::invalid_argument("rotary");
+    if (rotary < SHOAL_ROTARY_FULL || rotary > SHOAL_UNROTATED) throw std::invalid_argument("rotary");
     layers_[static_cast<size_t>(layer)].has_window = has_window;
     layers_[static_cast<size_t>(layer)].rotary = rotary;
     if (rotary != SHOAL_UNROTATED) return;

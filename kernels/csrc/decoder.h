@@ -52,7 +52,7 @@ struct Layer {
     bool has_experts() const { return router.blocks > 0; }
     bool has_mlp() const { return gate_up.blocks > 0; }
     bool has_window = true;
-    ShoalRotary rotary = SHOAL_ROTARY_FIRST;
+    ShoalRotary rotary = SHOAL_ROTARY_FULL;
 };
 
 // Another rank did not take part in an exchange: the step has no result.

@@ -1,4 +1,7 @@
 // The interface that every instruction set implements, and the packed data that it shares with the decoder.
+//
+// Words of all files here: a *block* of the KV cache is the block pool's; a *page* is 16 tokens of one KV head in it; a
+// *huge page* is the system's (memory.h); a *panel* is 16 columns of a packed weight, and a weight block two of these.
 #pragma once
 
 #include <cstdint>

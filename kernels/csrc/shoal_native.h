@@ -61,7 +61,7 @@ typedef enum ShoalParameter {
 } ShoalParameter;
 
 /* How a layer rotates queries and keys: by the first table, by the second, or not at all. */
-typedef enum ShoalRotary { SHOAL_ROTARY_FIRST = 0, SHOAL_ROTARY_SECOND = 1, SHOAL_UNROTATED = 2 } ShoalRotary;
+typedef enum ShoalRotary { SHOAL_ROTARY_FULL = 0, SHOAL_ROTARY_WINDOW = 1, SHOAL_UNROTATED = 2 } ShoalRotary;
 
 /* One step: the tokens of num_seqs sequences, one after the other. */
 typedef struct ShoalStep {
@@ -93,7 +93,7 @@ SHOAL_API int shoal_decoder_set(ShoalDecoder* decoder, int32_t parameter, int32_
 SHOAL_API int shoal_decoder_set_integers(ShoalDecoder* decoder, int32_t parameter, int32_t layer, int32_t bits,
                                          int32_t activation_bits, const uint8_t* values, const uint16_t* scales,
                                          const uint16_t* minimums, int64_t count);
-/* table: SHOAL_ROTARY_FIRST or SHOAL_ROTARY_SECOND; cos_sin [max_positions][head_size]. */
+/* table: SHOAL_ROTARY_FULL or SHOAL_ROTARY_WINDOW; cos_sin [max_positions][head_size]. */
 SHOAL_API int shoal_decoder_set_rotary(ShoalDecoder* decoder, int32_t table, const float* cos_sin);
 /* Without it, a layer has the window and the first table. */
 SHOAL_API int shoal_decoder_set_layer(ShoalDecoder* decoder, int32_t layer, int32_t has_window, int32_t rotary);

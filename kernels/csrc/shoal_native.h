@@ -60,7 +60,7 @@ typedef enum ShoalParameter {
     SHOAL_ROUTER_BIAS = 20, SHOAL_SHARED_GATE_UP = 21, SHOAL_SHARED_DOWN = 22
 } ShoalParameter;
 
-/* How a layer rotates queries and keys: by the first table, by the second, or not at all. */
+/* How a layer rotates queries and keys: by the table of all layers, by that of layers with a window, or not at all. */
 typedef enum ShoalRotary { SHOAL_ROTARY_FULL = 0, SHOAL_ROTARY_WINDOW = 1, SHOAL_UNROTATED = 2 } ShoalRotary;
 
 /* One step: the tokens of num_seqs sequences, one after the other. */

@@ -449,7 +449,7 @@ async def test_a_failed_producer_tells_every_viewer_and_starts_again() -> None:
     for viewer in viewers:
         with pytest.raises(RuntimeError, match="broken"):
             await anext(viewer)
-    assert broadcast.num_viewers == 0
+    assert broadcast._num_viewers == 0
     assert not broadcast.is_running
     again = broadcast.events()
     assert await anext(again) == b"two"

@@ -11,6 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from fixtures.fake_gateway import ADMIN_KEY, CLUSTER, MODEL, SCALING, TOKENIZER, FakeGateway, example_record
+from fixtures.model_cards import model_card
 from fixtures.waiting import DEADLINE_S, until
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2, status_pb2
@@ -263,7 +264,7 @@ async def test_tokenize(generation: generation_pb2_grpc.GenerationStub) -> None:
 
 async def test_get_model(core: FakeGateway, generation: generation_pb2_grpc.GenerationStub) -> None:
     reply = await generation.GetModel(generation_pb2.GetModelRequest())
-    assert codec.model_card_from_proto(reply) == core.model_card()
+    assert model_card(reply) == core.model_card()
     with pytest.raises(grpc.aio.AioRpcError, match="not served here"):
         await generation.GetModel(generation_pb2.GetModelRequest(model="other"))
 

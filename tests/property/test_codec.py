@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from fixtures.model_cards import model_card
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -320,7 +321,7 @@ def test_chunks(chunk: Chunk) -> None:
 
 @given(cards)
 def test_model_cards(card: ModelCard) -> None:
-    assert codec.model_card_from_proto(codec.model_card_to_proto(card)) == card
+    assert model_card(codec.model_card_to_proto(card)) == card
 
 
 @given(clusters)

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from fixtures.fake_serve import FakeServe, ask, serving, streaming
+from fixtures.fake_serve import FakeServe, ask, serving, streaming, turn_of
 from fixtures.replicas import replica
 from fixtures.waiting import until
 
@@ -195,7 +195,7 @@ async def test_what_only_a_replica_that_has_left_could_hold_is_told_so_and_a_str
         serve.join("small", other.replicas["small"])
         query = RouteQuery.for_request(make_request("stream", range(900)), 4, is_caching=True)
         stream = PendingRequest(query=query, arrival_s=time.monotonic(), priority=RESUMED_PRIORITY)
-        going_on = asyncio.create_task(dispatcher.wait(stream))
+        going_on = asyncio.create_task(turn_of(dispatcher, stream))
         await until(lambda: dispatcher.num_held == 2)
         left = serve.leave("a")
         left.executor.gate.set()

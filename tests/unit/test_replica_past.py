@@ -41,7 +41,6 @@ async def test_a_bucket_keeps_the_peak_and_the_mean_rate() -> None:
             num_waiting=5,
             num_waiting_tokens=7,
         )
-        past.stop()
 
 
 async def test_the_past_is_bounded_and_survives_its_encoding() -> None:
@@ -53,7 +52,6 @@ async def test_the_past_is_bounded_and_survives_its_encoding() -> None:
         assert len(samples) == PAST_S / PAST_BUCKET_S
         assert decode_past(past.encoded()) == samples
         assert len(past.encoded()) < 60_000
-        past.stop()
 
 
 def test_a_map_has_a_cell_a_block_or_the_hottest_of_several() -> None:

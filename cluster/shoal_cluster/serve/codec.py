@@ -224,21 +224,6 @@ def model_card_to_proto(card: ModelCard) -> pb.Model:
     )
 
 
-def model_card_from_proto(model: pb.Model) -> ModelCard:
-    return ModelCard(
-        name=model.name,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        block_size=model.block_size,
-        dtype=model.dtype,
-        eos_token_ids=tuple(model.eos_token_ids),
-        has_chat_template=model.has_chat_template,
-        created_s=model.created_s,
-        parent=model.parent,
-        adapters=tuple(model.adapters),
-    )
-
-
 def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top]
     return pb.TokenLogprobs(token_id=logprobs.token_id, logprob=logprobs.logprob, top=top)

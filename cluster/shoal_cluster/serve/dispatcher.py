@@ -96,18 +96,9 @@ class Dispatcher:
         """All that this gateway knows of a client's request."""
         return replace(self._ledger.routes.of_request(request_id), held=self._held(request_id))
 
-    async def wait(self, pending: PendingRequest) -> Dispatch:
-        """Return when it is the request's turn, with room for it reserved. Cancelling this takes it out of the queue.
-
-        Raises: what ``enter`` and ``until_turn`` raise.
-        """
-        try:
-            return await self.until_turn(pending, self.enter(pending))
-        finally:
-            self.leave(pending)
-
     async def until_turn(self, pending: PendingRequest, waiter: Waiter) -> Dispatch:
-        """``wait`` for a request that has entered; the caller must let it ``leave`` afterwards.
+        """Return when it is the turn of a request that has entered, with room for it reserved. The caller must let it
+        ``leave`` afterwards.
 
         Raises (for a resumed request, only Unavailable):
             InvalidArgument: the replicas that had enough blocks have left.

@@ -63,12 +63,10 @@ class Journal:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
 
-    def note(
-        self, kind: EventKind, text: str, *, replica_id: str = "", request_id: str = "", time_s: float | None = None
-    ) -> None:
-        """Add an event that happened now, or at ``time_s`` if it is known to be older."""
+    def note(self, kind: EventKind, text: str, *, replica_id: str = "", request_id: str = "") -> None:
+        """Add an event that happened now."""
         text = shortened(text, MAX_TEXT_CHARS)
-        now = self._clock() if time_s is None else time_s
+        now = self._clock()
         place = self._same(kind, now)
         if place is not None:
             same = self._events[place]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 
@@ -19,7 +18,7 @@ class ReplicaPast:
     def __init__(self, engine: Engine) -> None:
         self._kept: deque[PastSample] = deque(maxlen=int(PAST_S / PAST_BUCKET_S))
         self._first = self._last = self._peak = engine.stats()
-        self._unsubscribe: Callable[[], None] = engine.subscribe(self._take)
+        engine.subscribe(self._take)
 
     def samples(self) -> list[PastSample]:
         """Complete buckets, oldest first."""
@@ -28,9 +27,6 @@ class ReplicaPast:
     def encoded(self) -> bytes:
         """``samples()`` for ``decode_past``."""
         return msgspec.msgpack.encode(self.samples())
-
-    def stop(self) -> None:
-        self._unsubscribe()
 
     def _take(self, report: StepReport) -> None:
         self.add(report.stats)

@@ -74,11 +74,10 @@ class Book:
         self.requests[request.request_id] = request
         self.num_open += 1
 
-    def arrive(self, request_id: str, gateway_id: str, now: float) -> SimOutcome:
+    def arrive(self, request_id: str, gateway_id: str, now: float) -> None:
         outcome = SimOutcome(now, self.requests[request_id].num_prompt_tokens, gateway_id)
         self.demand += Demand(num_requests=1, num_prompt_tokens=outcome.num_prompt_tokens)
         self.outcomes[request_id] = outcome
-        return outcome
 
     def block_hashes(self, request_id: str) -> tuple[BlockHash, ...]:
         """Hashes of the prompt's full blocks, computed once; none without prefix caching."""
@@ -100,8 +99,8 @@ class Book:
         self.demand += Demand(num_shed=1)
         self._end(request_id)
 
-    def take(self, delta: TokenDelta, now: float) -> bool:
-        """Record tokens that have reached the gateway; return whether they end the request."""
+    def take(self, delta: TokenDelta, now: float) -> None:
+        """Record tokens that have reached the gateway."""
         outcome = self.outcomes[delta.request_id]
         assert delta.position == outcome.num_output_tokens, f"{delta.request_id}: tokens repeated or lost"
         outcome.num_output_tokens += len(delta.token_ids)
@@ -112,11 +111,9 @@ class Book:
             own_s = self._config.step_time.prefill.seconds(delta.num_cached_tokens, uncached)
             outcome.objective_s = self._config.objective.due_in_s(own_s)
             self.num_missed += outcome.is_late
-        if delta.finish_reason in (None, FinishReason.PREFILLED):
-            return False
-        outcome.finished_s = now
-        self._end(delta.request_id)
-        return True
+        if delta.finish_reason not in (None, FinishReason.PREFILLED):
+            outcome.finished_s = now
+            self._end(delta.request_id)
 
     def _end(self, request_id: str) -> None:
         self.num_open -= 1

@@ -18,10 +18,6 @@ class Broadcast:
         self._next: asyncio.Future[bytes] | None = None
 
     @property
-    def num_viewers(self) -> int:
-        return self._num_viewers
-
-    @property
     def is_running(self) -> bool:
         return self._task is not None and not self._task.done()
 

@@ -330,9 +330,10 @@ async def test_refuses_what_cannot_begin_before_its_deadline() -> None:
         await until(lambda: dispatcher.num_held == 1)
         note_pace(serve, token_s=0.1)
         await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] > 0)
-        with pytest.raises(DeadlineExceeded, match=r"takes 0\.9 s where it takes least, and its deadline is 0\.8 s"):
+        told = r"takes 0\.9 s where it takes least, and its deadline is 0\.[78]\d* s"
+        with pytest.raises(DeadlineExceeded, match=told):
             await drain(serve.generation(make_request("at-once", range(200, 209))), timeout_s=0.8)
-        check_replay(dispatcher, "at-once", "its deadline is 0.8 s")
+        check_replay(dispatcher, "at-once", "its deadline is 0.")  # less the moments that have passed
         note_pace(serve, token_s=0.01)  # its prompt takes 0.5 s: it is refused 0.5 s before its deadline
         await until(lambda: serve.ledger.view.candidates((), 0.0).told["token_s"][0] < 0.05)
         with pytest.raises(ResourceExhausted, match="and its deadline is lost"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import whole_shard
 
 CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 100 * 10**6  # safetensors' own limit
+COPY_BYTES = 2**20
 MAX_RANK = 512
 MAX_ALPHA = 1e6
 DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -80,10 +86,30 @@ def read_adapter(name: str, folder: str | Path, model: ModelConfig) -> AdapterCo
     return AdapterConfig(name=name, folder=str(path), factors=factors, num_values=num_values)
 
 
+@contextmanager
+def copied(weights: Path, *, header_only: bool = False) -> Iterator[str]:
+    """The path of a copy of a safetensors file in memory; of its header alone, the rest takes no memory.
+
+    The library maps what it reads, and a process that reads a mapped file ends by SIGBUS if somebody cuts the file
+    short meanwhile, as ``cp`` does before it writes.
+    """
+    with weights.open("rb") as file, os.fdopen(os.memfd_create("shoal-adapter"), "w+b") as copy:
+        if header_only:
+            length = file.read(8)
+            copy.write(length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
+            copy.truncate(os.fstat(file.fileno()).st_size)
+        else:
+            shutil.copyfileobj(file, copy, COPY_BYTES)
+        copy.flush()
+        yield f"/proc/self/fd/{copy.fileno()}"
+
+
 def _read_config(name: str, folder: Path) -> dict[str, Any]:
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             raise NotFound(f"adapters.{name}: {str(folder)!r} holds no {file}")
+    if (size := (folder / CONFIG_FILE).stat().st_size) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"adapters.{name}: {folder / CONFIG_FILE} has {size} bytes; at most {MAX_CONFIG_BYTES}")
     try:
         raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -106,7 +132,7 @@ def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
 
 def _read_shapes(name: str, path: Path) -> dict[str, tuple[int, ...]]:
     try:
-        with safe_open(path, framework="np") as file:
+        with copied(path, header_only=True) as copy, safe_open(copy, framework="np") as file:
             names = file.keys()  # a safetensors file is not a Mapping
             slices = {tensor: file.get_slice(tensor) for tensor in names}
             for tensor, held in slices.items():

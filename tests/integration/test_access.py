@@ -129,6 +129,24 @@ async def test_nobody_else_is_let_in(header: str | None) -> None:
     assert core.num_unread == 2  # one chat, one Generate
 
 
+@pytest.mark.parametrize("keys", [("sk-a", "no"), ("no", "sk-a"), ("sk-a", "sk-b")])
+async def test_of_several_keys_none_is_believed(keys: tuple[str, str]) -> None:
+    """Whoever has checked one of them, as a proxy does, and we might not mean the same."""
+    async with opened(FakeGateway(api_keys=KEYS)) as ingress:
+        url = f"http://127.0.0.1:{ingress.http_port}"
+        async with httpx.AsyncClient(base_url=url) as http:
+            headers = [("authorization", f"Bearer {key}") for key in keys]
+            assert (await http.get("/v1/models", headers=headers)).status_code == 401
+            assert (await http.get("/v1/models", headers=[("x-api-key", key) for key in keys])).status_code == 401
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
+            for name, request in RPCS:
+                rpc = channel.unary_stream if name.endswith("Generate") else channel.unary_unary
+                made = rpc(f"/shoal.v1.{name}")(request.SerializeToString(), metadata=headers, timeout=10)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await (anext(aiter(made)) if name.endswith("Generate") else made)  # type: ignore[arg-type]
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_a_browser_sends_the_key_as_a_password() -> None:
     async with opened(FakeCore(api_keys=KEYS)) as ingress:
         url = f"http://127.0.0.1:{ingress.http_port}/dashboard"

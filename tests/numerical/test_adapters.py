@@ -26,7 +26,9 @@ from shoal_replica.adapter_folder import read_adapter
 from shoal_replica.build import find_adapters, resolve_config
 from shoal_replica.config import ParallelConfig
 from shoal_replica.errors import ConfigError, InvalidArgument, NotFound
+from shoal_replica.model import lora
 from shoal_replica.model_config import ModelConfig
+from shoal_replica.shard import whole_shard
 
 PROMPTS = make_prompts([1, 5, 16, 17, 40, 63, 130], seed=4)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -137,6 +139,22 @@ def test_attention_of_a_mixture_of_experts_can_be_adapted(tmp_path, family):
         outputs = llm.generate(PROMPTS, GREEDY, "a")
     model = load_adapted(folder, path)
     assert [o.token_ids for o in outputs] == [oracle_greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_ends_nothing(folder, adapters, tmp_path):
+    """A mapped one would end the process, by SIGBUS."""
+    path = shutil.copytree(adapters["everything"], tmp_path / "adapter")
+    model = ModelConfig.from_folder(folder)
+    config, device = replace(read_adapter("a", path, model), folder=str(path)), torch.device("cpu")
+    whole = dict(lora.read_adapter(config, model, whole_shard(model), device))
+    pairs = lora.read_adapter(config, model, whole_shard(model), device)
+    found = dict([next(pairs)])
+    os.truncate(path / "adapter_model.safetensors", 0)
+    found |= dict(pairs)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(a, b) for name in whole for a, b in zip(found[name], whole[name], strict=True))
+    with LLM(str(folder), num_blocks=64) as llm, pytest.raises(ConfigError, match="cannot be read"):
+        llm.load_adapter("a", str(path))
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fixtures.model_configs import make_model
 from safetensors.numpy import save_file
 
 from shoal_replica.adapter import PAGE_BYTES, adapter_bytes
-from shoal_replica.adapter_folder import MAX_RANK, read_adapter, read_adapters
+from shoal_replica.adapter_folder import MAX_CONFIG_BYTES, MAX_RANK, read_adapter, read_adapters
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.moe_config import MoeConfig
 
@@ -157,3 +158,15 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_adapter("a", folder, MODEL)
+    with (folder / "adapter_config.json").open("r+b") as file:
+        file.truncate(MAX_CONFIG_BYTES + 1)
+    with pytest.raises(ConfigError, match=f"has {MAX_CONFIG_BYTES + 1} bytes; at most {MAX_CONFIG_BYTES}"):
+        read_adapter("a", folder, MODEL)
+
+
+@pytest.mark.parametrize("change", [-1, 1, 2**31])
+def test_a_file_of_another_length_than_its_header_says(tmp_path: Path, change: int) -> None:
+    folder = write(tmp_path, GOOD)
+    os.truncate(folder / "adapter_model.safetensors", (folder / "adapter_model.safetensors").stat().st_size + change)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_adapter("a", folder, MODEL)

@@ -68,7 +68,7 @@ class GenerationService:
     def _read(self, raw: bytes, context: grpc.aio.ServicerContext, fresh_id: str) -> GenerateCall:
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
-            tenant = self._core.authenticate(headers.get(AUTHORIZATION))
+            tenant = self._core.authenticate(_authorization(context))
             tenant = headers.get(TENANT_KEY) if tenant is None else tenant
             request = codec.parse(generation_pb2.GenerateRequest, raw)
             return codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant, trace_context(headers))
@@ -264,8 +264,9 @@ def _retry_details(status: grpc.StatusCode, message: str, retry_after_s: float) 
 
 
 def _authorization(context: grpc.aio.ServicerContext) -> str | None:
-    header = dict(context.invocation_metadata() or ()).get(AUTHORIZATION)
-    return header if isinstance(header, str) else None
+    """The caller's authorization. Of several none is believed: a proxy may have looked at another one."""
+    given = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
+    return ", ".join(each for each in given if isinstance(each, str)) or None
 
 
 def _serialize(message: Any) -> bytes:

@@ -187,6 +187,7 @@ class ReplicaAdapters:
 
     def _check_memory(self, adapter: AdapterConfig) -> None:
         num_bytes = adapter_bytes((adapter,), DTYPE_BYTES[self._config.model.dtype])
+        num_bytes += (Path(adapter.folder) / WEIGHTS_FILE).stat().st_size  # a copy, while it is read
         if self._config.parallel.device == "cpu" and num_bytes > available_bytes():
             raise ConfigError(f"adapters.{adapter.title}: takes {num_bytes} bytes, more memory than is free")
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shoal_replica.adapter import WEIGHTS_FILE, AdapterConfig, Factors
+from shoal_replica.adapter_folder import copied
 from shoal_replica.errors import ConfigError
 from shoal_replica.model.parameters import Piece, parameters
 from shoal_replica.model.weights import DTYPES
@@ -41,7 +42,7 @@ def read_adapter(
         ConfigError: a factor is NaN or infinite, which would end the engine with the first request.
     """
     factors = {f"{f.module}.weight": f for f in adapter.factors}
-    with safe_open(Path(adapter.folder) / WEIGHTS_FILE, framework="pt") as file:
+    with copied(Path(adapter.folder) / WEIGHTS_FILE) as copy, safe_open(copy, framework="pt") as file:
         for parameter in parameters(model, shard):
             own = {piece.name: factors[piece.name] for piece in parameter.pieces if piece.name in factors}
             if own:

@@ -34,7 +34,8 @@ class KeyCheck:
             tenant = None
             if scope["path"] not in OPEN_PATHS:
                 headers = Headers(scope=scope)
-                given, key = headers.get("authorization"), headers.get("x-api-key")
+                # Of several, none is believed: whoever is in front of us may have looked at another one.
+                given, key = (", ".join(headers.getlist(name)) or None for name in ("authorization", "x-api-key"))
                 if key is not None and (given is None or is_anthropic(scope["path"])):  # whose clients send it so
                     given = BEARER + key
                 try:

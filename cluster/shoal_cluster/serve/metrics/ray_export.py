@@ -6,11 +6,14 @@ Everything goes as a gauge: ``deploy/prometheus/METRICS.md`` says why, with figu
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from ray.util.metrics import Gauge
 
 from shoal_cluster.serve.metrics.tally import Histogram, Point
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0  # Ray drops a gauge that was not set for two of its export intervals, of at least a second each
 
@@ -21,6 +24,7 @@ class RayExport:
     def __init__(self) -> None:
         self._gauges: dict[str, Gauge] = {}
         self._due_s = 0.0
+        self._has_failed = False
 
     async def run(self, points: Callable[[], Iterable[Point]]) -> None:
         """Publish until cancelled."""
@@ -35,7 +39,15 @@ class RayExport:
             self.publish(points())
 
     def publish(self, points: Iterable[Point]) -> None:
-        """Replace the values that Ray has of these series."""
+        """Replace the values that Ray has of these series. What Ray does not take is logged once, and ends nothing."""
+        try:
+            self._publish(points)
+        except Exception:  # whatever it is: nobody should go without answers for want of a metric
+            if not self._has_failed:
+                logger.exception("metrics cannot be given to Ray")
+            self._has_failed = True
+
+    def _publish(self, points: Iterable[Point]) -> None:
         for point in points:
             family = point.family
             labels = dict(zip((label.name for label in family.labels), point.labels, strict=True))
@@ -51,4 +63,5 @@ class RayExport:
         gauge = self._gauges.get(name)
         if gauge is None:
             gauge = self._gauges[name] = Gauge(name, description=words, tag_keys=tuple(labels))
-        gauge.set(float(value), tags=dict(labels))
+        # Ray takes ASCII alone; a model may have any name.
+        gauge.set(float(value), tags={k: v.encode("ascii", "backslashreplace").decode() for k, v in labels.items()})

@@ -35,8 +35,12 @@ class AsyncLLM:
         """Load the model in a thread and start the engine's loop."""
         tokenizer = Tokenizer.from_folder(config.model.folder)  # first: it is what most often cannot be read
         executor = await asyncio.to_thread(build_executor, config)
-        engine = build_engine(config, executor)
-        llm = cls(config, engine, tokenizer)
+        try:
+            engine = build_engine(config, executor)
+            llm = cls(config, engine, tokenizer)
+        except BaseException:
+            await asyncio.to_thread(executor.close)
+            raise
         engine.subscribe(llm._dispatch)
         engine.start()
         try:

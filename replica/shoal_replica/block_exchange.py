@@ -97,13 +97,20 @@ class BlockExchange:
         still use blocks of an aborted sequence, and what they have held is in host memory.
         """
         table.make_room()
-        moves_out = self._kv.host.take_moves()[0]
-        step = SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out)
+        coming, moves_out = self._kv.host.coming(), self._kv.host.take_moves()[0]
+        step, has_failed = SchedulerOutput(self._totals.num_steps, (), moves_out=moves_out), False
+
+        def move_out() -> None:
+            nonlocal has_failed
+            has_failed = True
+            self._executor.execute(step)
+            has_failed = False
+
         try:
-            await self._thread.run((lambda: self._executor.execute(step)) if moves_out else (lambda: None))
-        except Exception:  # not if cancelled, for then the work has been done
-            self._kv.host.forget(row for _, row in moves_out)
-            raise
+            await self._thread.run(move_out if moves_out else (lambda: None))
+        finally:  # even if cancelled: it has ended by then
+            if has_failed:
+                self._kv.host.forget(coming)
 
     async def _copy(self, work: Callable[[], T]) -> T:
         return await (self._thread.run(work) if self.waits_for_steps else self._thread.run_beside(work))

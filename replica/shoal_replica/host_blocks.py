@@ -103,13 +103,20 @@ class HostBlocks:
         """No step is planned ahead any more. What was to be moved stays recorded."""
         self._num_sent = 0
 
-    def forget(self, rows: Iterable[int]) -> None:
-        """What was to be moved to these rows is not there: the step that should have moved it has failed."""
-        lost = {*rows}
-        for block_hash in [block_hash for block_hash, row in self._rows.items() if row in lost]:
-            self._free.append(self._rows.pop(block_hash))
-            self._busy.discard(block_hash)
-            self._on_forget(block_hash)
+    def coming(self) -> tuple[tuple[BlockHash, int], ...]:
+        """What is to be moved out, each with its row."""
+        return tuple((block_hash, row) for block_hash, _, row in self._out)
+
+    def forget(self, lost: Iterable[tuple[BlockHash, int]]) -> None:
+        """What was ``coming`` is not there: the step that should have moved it has failed. Rows that others have got
+        since, and what is to be moved again, stay.
+        """
+        again = {block_hash for block_hash, _ in self.coming()}
+        for block_hash, row in lost:
+            if self._rows.get(block_hash) == row and block_hash not in again:
+                self._free.append(self._rows.pop(block_hash))
+                self._busy.discard(block_hash)
+                self._on_forget(block_hash)
 
     def check_invariants(self) -> None:
         """Every row is free or holds one block; every block to be moved has a row."""

@@ -339,9 +339,17 @@ async def test_a_block_map_has_a_cell_a_block(http: httpx.AsyncClient, core: Cou
     assert (await http.get("/dashboard/replicas/never/blocks")).status_code == 404
 
 
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": ADMIN_KEY}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("authorization", "Bearer wrong")],
+        [("authorization", ADMIN_KEY)],
+        [("authorization", f"Bearer {ADMIN_KEY}"), ("authorization", "Bearer wrong")],
+    ],
+)
 async def test_nothing_changes_without_the_key(
-    http: httpx.AsyncClient, core: CountedCore, headers: dict[str, str]
+    http: httpx.AsyncClient, core: CountedCore, headers: list[tuple[str, str]]
 ) -> None:
     replica_id = core.cluster().replicas[0].replica_id
     answers = [

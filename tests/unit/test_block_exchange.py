@@ -144,7 +144,8 @@ async def test_a_planned_step_that_was_dropped_hinders_nothing() -> None:
         other.check_invariants()
 
 
-async def test_what_a_failed_step_should_have_moved_to_host_memory_is_not_there() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_what_a_failed_step_should_have_moved_to_host_memory_is_not_there(is_cancelled: bool) -> None:
     old = tuple(range(28))
     async with (
         running_engine() as (one, *_),
@@ -154,8 +155,15 @@ async def test_what_a_failed_step_should_have_moved_to_host_memory_is_not_there(
         given = await pieces(one)
         await other.add(make_request("old", old))
         executor.failure = MemoryError("full")
-        with pytest.raises(MemoryError):
-            await take(other, given, HASHES)
+        if is_cancelled:
+            executor.gate.clear()
+        taking = asyncio.create_task(take(other, given, HASHES))
+        if is_cancelled:
+            await until(lambda: executor.is_held)
+            taking.cancel()
+            executor.gate.set()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else MemoryError):
+            await taking
         executor.failure = None
         other.check_invariants()
         await other.add(make_request("old again", old))

@@ -134,7 +134,7 @@ def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[
 
 
 def deploy_file(
-    config: Annotated[Path, typer.Argument(help="Serve YAML with one Shoal application.")],
+    config: Annotated[Path, typer.Argument(help="Serve YAML with one or more Shoal applications.")],
     address: Annotated[
         str, typer.Option(envvar="RAY_DASHBOARD_ADDRESS", help="URL of Ray's dashboard.")
     ] = DEFAULT_DASHBOARD_URL,

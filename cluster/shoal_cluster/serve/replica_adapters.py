@@ -186,9 +186,11 @@ class ReplicaAdapters:
         return replace(adapter, name=f"{name}{VERSION_MARK}{_digest(folder)}"), folder, stamp
 
     def _check_memory(self, adapter: AdapterConfig) -> None:
-        num_bytes = adapter_bytes((adapter,), DTYPE_BYTES[self._config.model.dtype])
-        num_bytes += (Path(adapter.folder) / WEIGHTS_FILE).stat().st_size  # a copy, while it is read
-        if self._config.parallel.device == "cpu" and num_bytes > available_bytes():
+        num_bytes = (Path(adapter.folder) / WEIGHTS_FILE).stat().st_size  # a copy, while it is read
+        if self._config.parallel.device == "cpu":
+            num_bytes += adapter_bytes((adapter,), DTYPE_BYTES[self._config.model.dtype])
+        num_bytes *= self._config.parallel.num_ranks
+        if num_bytes > available_bytes():
             raise ConfigError(f"adapters.{adapter.title}: takes {num_bytes} bytes, more memory than is free")
 
     async def _free(self, version: str) -> None:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from shoal_cluster.serve.admin import key_of_header
 from shoal_cluster.serve.dashboard.scaling import limits, scaling_now
 from shoal_cluster.serve.gateway_core import GatewayCore
+from shoal_cluster.serve.http.access import all_of
 from shoal_cluster.serve.http.errors import error_response
 from shoal_replica.errors import ShoalError
 
@@ -20,7 +21,7 @@ def controls_router(core: GatewayCore) -> APIRouter:
     router = APIRouter(prefix="/controls")
 
     def check(request: Request) -> None:
-        core.check_admin(key_of_header(request.headers.get("authorization")))
+        core.check_admin(key_of_header(all_of(request.headers, "authorization")))
 
     @router.get("")
     async def controls(request: Request) -> Response:

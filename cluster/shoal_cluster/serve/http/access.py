@@ -17,6 +17,11 @@ BEARER_CHALLENGE = "Bearer"
 BASIC_CHALLENGE = 'Basic realm="Shoal: any name, and an API key as password"'  # a browser then asks its user
 
 
+def all_of(headers: Headers, name: str) -> str | None:
+    """A header's value; of several all together, which is no key: a proxy may have looked at another one than we."""
+    return ", ".join(headers.getlist(name)) or None
+
+
 class KeyCheck:
     """ASGI middleware. The caller's tenant is at ``request.state.tenant``, None where no key is needed.
 
@@ -34,8 +39,7 @@ class KeyCheck:
             tenant = None
             if scope["path"] not in OPEN_PATHS:
                 headers = Headers(scope=scope)
-                # Of several, none is believed: whoever is in front of us may have looked at another one.
-                given, key = (", ".join(headers.getlist(name)) or None for name in ("authorization", "x-api-key"))
+                given, key = all_of(headers, "authorization"), all_of(headers, "x-api-key")
                 if key is not None and (given is None or is_anthropic(scope["path"])):  # whose clients send it so
                     given = BEARER + key
                 try:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import re
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -69,6 +69,16 @@ def certificate(tmp_path: Path) -> dict[str, Path]:
     return paths
 
 
+async def all_are_refused(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
+    """Every RPC ends with UNAUTHENTICATED."""
+    for name, request in RPCS:
+        rpc = channel.unary_stream if name.endswith("Generate") else channel.unary_unary
+        made = rpc(f"/shoal.v1.{name}")(request.SerializeToString(), metadata=metadata, timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await (anext(aiter(made)) if name.endswith("Generate") else made)  # type: ignore[arg-type]
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_calls_are_made_in_the_name_of_the_keys_tenant() -> None:
     core = FakeGateway(api_keys=KEYS)
     async with opened(core) as ingress:
@@ -117,12 +127,7 @@ async def test_nobody_else_is_let_in(header: str | None) -> None:
         assert (await http.post("/tokenize", json={"prompt": "x"}, headers=headers)).status_code == 401
         metadata = tuple((name.decode(), header or "") for name, _ in headers) if header and header.isascii() else ()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
-            for name, request in RPCS:
-                rpc = channel.unary_stream if name.endswith("Generate") else channel.unary_unary
-                made = rpc(f"/shoal.v1.{name}")(request.SerializeToString(), metadata=metadata, timeout=10)
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await (anext(aiter(made)) if name.endswith("Generate") else made)  # type: ignore[arg-type]
-                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            await all_are_refused(channel, metadata)
             health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert core.calls == []
@@ -139,12 +144,7 @@ async def test_of_several_keys_none_is_believed(keys: tuple[str, str]) -> None:
             assert (await http.get("/v1/models", headers=headers)).status_code == 401
             assert (await http.get("/v1/models", headers=[("x-api-key", key) for key in keys])).status_code == 401
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ingress.grpc_port}") as channel:
-            for name, request in RPCS:
-                rpc = channel.unary_stream if name.endswith("Generate") else channel.unary_unary
-                made = rpc(f"/shoal.v1.{name}")(request.SerializeToString(), metadata=headers, timeout=10)
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await (anext(aiter(made)) if name.endswith("Generate") else made)  # type: ignore[arg-type]
-                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            await all_are_refused(channel, headers)
 
 
 async def test_a_browser_sends_the_key_as_a_password() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -191,9 +191,9 @@ class NativeDecoder:
         """``ops.log_probabilities`` of contiguous float32 rows, by the decoder's threads."""
         return native_rows.log_probabilities(logits, rows, token_ids, counts, self._open())
 
-    def add_adapter(self, pairs: Iterable[tuple[str, tuple[Tensor, Tensor]]]) -> int:
-        """Add a low-rank adapter (LoRA): to the product of ``layers.{i}.qkv_proj`` and the like, y = x W^T, it adds
-        (x down^T) up^T.
+    def add_adapter(self, pairs: Iterable[tuple[str, tuple[Tensor, Tensor]]]) -> Generator[None, None, int]:
+        """Add a low-rank adapter (LoRA), a product each time that an item is taken; no step may name it before the end.
+        To the product of ``layers.{i}.qkv_proj`` and the like, y = x W^T, it adds (x down^T) up^T.
 
         Args:
             pairs: names, and (down [rank, in_size], up [out_size, rank]) of the shape's dtype; repacked one by one.
@@ -209,6 +209,7 @@ class NativeDecoder:
         try:
             for name, (down, up) in pairs:
                 self._set_factors(slot, name, down, up)
+                yield
         except BaseException:
             self.remove_adapter(slot)
             raise

@@ -6,14 +6,16 @@ structs, encoded in a step's frame as plain arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 MAX_SCORED_TOKENS = 64
 """Most prompt tokens of a step whose log-probabilities are found. Each takes a row of logits, a float per token of the
@@ -169,8 +171,10 @@ class Executor(Protocol):
         """Raise if the model can run no more steps. Called between steps."""
         ...
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
-        """Let steps use an adapter. Called between steps. Raises ConfigError, and then nothing has changed."""
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
+        """Load an adapter, part by part: each is loaded when the next item is taken, between steps. Steps may use it at
+        the end. Raises ConfigError; then, and if it is closed before, nothing has changed.
+        """
         ...
 
     def unload_adapter(self, name: str) -> None:
@@ -195,3 +199,13 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def finish(parts: Generator[None, None, T]) -> T:
+    """Do all parts of some work, one right after the other. Returns its result."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result

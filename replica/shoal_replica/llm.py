@@ -15,7 +15,7 @@ from shoal_replica.build import adapter_names, build_executor, build_scheduler, 
 from shoal_replica.chat_template import PromptEnd, Turn
 from shoal_replica.config import ParallelConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, InvalidArgument
-from shoal_replica.executor import StepTiming, TokenLogprobs
+from shoal_replica.executor import StepTiming, TokenLogprobs, finish
 from shoal_replica.grammars import Grammars
 from shoal_replica.interrupts import uninterrupted
 from shoal_replica.request import FinishReason, Request, TokenDelta
@@ -228,7 +228,7 @@ class LLM:
             raise ConfigError(f"adapters.{name}: is already loaded")
         (adapter,) = find_adapters({name: source}, self.config.model)
         version = f"{name}{VERSION_MARK}{next(self._ids)}"
-        self._executor.load_adapter(replace(adapter, name=version))
+        finish(self._executor.load_adapter(replace(adapter, name=version)))
         self._versions[name] = version
         self._loaded.add(version)
 

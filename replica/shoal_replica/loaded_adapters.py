@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from functools import partial
+from typing import Final
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.executor import Executor
 from shoal_replica.step_thread import StepThread
 
+END: Final = object()
+
 
 class LoadedAdapters:
-    """Owned by an engine, whose steps wait while an adapter is loaded or freed.
+    """Owned by an engine, whose steps run between the parts of an adapter that is loaded.
 
     Attributes:
         names: those that requests may ask for now.
@@ -37,12 +41,22 @@ class LoadedAdapters:
         if adapter.name in self._held:
             raise ConfigError(f"adapters.{adapter.title}: is already loaded")
         self._held.add(adapter.name)
+        parts, is_whole = self._executor.load_adapter(adapter), False
+
+        def load_part() -> None:
+            nonlocal is_whole
+            is_whole = next(parts, END) is END
+
         try:
-            await self._thread.run(partial(self._executor.load_adapter, adapter), lambda: self.names.add(adapter.name))
-        except BaseException:
-            if adapter.name not in self.names:  # else the executor has it, though nobody has waited for that
+            while not is_whole:
+                await self._thread.run(load_part)
+        finally:
+            if is_whole:  # even if nobody has waited for that
+                self.names.add(adapter.name)
+            else:
+                with suppress(RuntimeError):  # the engine has stopped: all that its executor has goes
+                    await self._thread.run(parts.close)
                 self._held.discard(adapter.name)
-            raise
 
     async def unload(self, name: str) -> None:
         """Take no more requests for an adapter, and free it when those there are have ended. Cancelled before that, it

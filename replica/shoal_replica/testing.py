@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from zlib import crc32
 
@@ -33,6 +33,7 @@ from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.scheduler import Scheduler
 
 FAKE_VOCAB_SIZE = 32_000
+NUM_ADAPTER_PARTS = 5
 _MASK = 2**64 - 1
 
 
@@ -125,9 +126,11 @@ class FakeExecutor:
         self.adapters: dict[str, AdapterConfig] = {}
         self._gone: set[str] = set()  # adapters that have been unloaded
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
         if adapter.folder == "refuse":
             raise ConfigError(f"adapters.{adapter.name}: is refused")
+        for _ in range(NUM_ADAPTER_PARTS):
+            yield
         self._gone.discard(adapter.name)
         self.adapters[adapter.name] = adapter
 

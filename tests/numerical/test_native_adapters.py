@@ -28,6 +28,7 @@ from shoal_kernels import native, native_library
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native import NO_ADAPTER, NativeDecoder
 from shoal_kernels.native_shape import DecoderShape
+from shoal_replica.executor import finish
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
 
@@ -71,7 +72,7 @@ def check(
     a token of each.
     """
     decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
-    slots = [NO_ADAPTER, *(decoder.add_adapter(pairs.items()) for pairs in adapters)]
+    slots = [NO_ADAPTER, *(finish(decoder.add_adapter(pairs.items())) for pairs in adapters)]
     of_slot = dict(zip(slots, [{}, *adapters], strict=True))
     asked = [slots[i % len(slots)] for i in range(len(lengths))]
     blocks, token_ids, parts = shuffled_blocks(shape), [], []
@@ -128,7 +129,7 @@ def test_a_row_does_not_depend_on_its_company(kernels: str, num_threads: int) ->
     weights = make_weights(shape)
     decoder = NativeDecoder(shape, weights.items(), rotary_table(shape), kernels)
     pairs = [make_pairs(shape, weights, seed, qkv_proj=6, gate_up_proj=8, down_proj=4, o_proj=3) for seed in (1, 2)]
-    slots = [decoder.add_adapter(each.items()) for each in pairs]
+    slots = [finish(decoder.add_adapter(each.items())) for each in pairs]
     parts = [Part(tokens(shape, length, length), 0, list(range(i * 15, i * 15 + 14)))
              for i, length in enumerate((5, 200, 70, 1))]  # fmt: skip
     asked = [slots[0], slots[1], NO_ADAPTER, slots[0]]
@@ -153,7 +154,7 @@ def test_slots_are_used_again() -> None:
     weights = make_weights(shape)
     decoder = NativeDecoder(shape, weights.items(), rotary_table(shape))
     pairs = [make_pairs(shape, weights, seed, qkv_proj=4) for seed in range(3)]
-    first, second = (decoder.add_adapter(each.items()) for each in pairs[:2])
+    first, second = (finish(decoder.add_adapter(each.items())) for each in pairs[:2])
     part = Part(tokens(shape, 20), 0, [3, 1])
     before = run(decoder, part, adapters=[second])
     decoder.remove_adapter(first)
@@ -161,7 +162,7 @@ def test_slots_are_used_again() -> None:
         run(decoder, part, adapters=[first])
     with pytest.raises(ValueError, match="adapter"):
         decoder.remove_adapter(first)
-    assert decoder.add_adapter(pairs[2].items()) == first
+    assert finish(decoder.add_adapter(pairs[2].items())) == first
     assert torch.equal(run(decoder, part, adapters=[second]), before)
     assert not torch.equal(run(decoder, part, adapters=[first]), before)
     decoder.close()
@@ -193,8 +194,8 @@ def test_factors_that_do_not_fit_are_refused_and_leave_nothing() -> None:
         ("layers.0.attention_norm", (down, up), "must be one of qkv_proj, o_proj, gate_up_proj, down_proj"),
     ):
         with pytest.raises(ValueError, match=message):
-            decoder.add_adapter([("layers.1.qkv_proj", (down, up)), (name, pair)])
-    assert decoder.add_adapter([]) == 0
+            finish(decoder.add_adapter([("layers.1.qkv_proj", (down, up)), (name, pair)]))
+    assert finish(decoder.add_adapter([])) == 0
     decoder.close()
 
 
@@ -204,5 +205,5 @@ def test_a_shard_of_layers_has_their_adapters() -> None:
     decoder = NativeDecoder(shape, weights.items(), rotary_table(shape))
     pairs = make_pairs(replace(shape, num_layers=2), weights, 1, down_proj=3)
     assert list(pairs) == ["layers.1.down_proj"]
-    assert decoder.add_adapter(pairs.items()) == 0
+    assert finish(decoder.add_adapter(pairs.items())) == 0
     decoder.close()

@@ -21,6 +21,7 @@ from fixtures.native_models import (
 from shoal_kernels import native, native_library
 from shoal_kernels.integers import IntegerWeight
 from shoal_kernels.native import NativeDecoder
+from shoal_replica.executor import finish
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the native kernels were not built")
 
@@ -123,9 +124,9 @@ def test_an_mlp_that_is_not_there_cannot_be_adapted() -> None:
     shape = make_shape(experts=make_experts(layers=(1,)))
     decoder = NativeDecoder(shape, make_weights(shape).items(), rotary_table(shape))
     down, up = torch.zeros(2, shape.hidden_size), torch.zeros(2 * shape.intermediate_size, 2)
-    decoder.add_adapter([("layers.0.gate_up_proj", (down, up))])
+    finish(decoder.add_adapter([("layers.0.gate_up_proj", (down, up))]))
     with pytest.raises(ValueError, match="has experts, which cannot be adapted"):
-        decoder.add_adapter([("layers.1.gate_up_proj", (down, up))])
+        finish(decoder.add_adapter([("layers.1.gate_up_proj", (down, up))]))
 
 
 @pytest.mark.parametrize(

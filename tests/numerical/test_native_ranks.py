@@ -24,7 +24,7 @@ from shoal_kernels.native import NativeDecoder
 from shoal_kernels.native_shape import DecoderShape
 from shoal_replica.adapter_folder import read_adapter
 from shoal_replica.config import ParallelConfig
-from shoal_replica.executor import NewSequence, ScheduledSequence
+from shoal_replica.executor import NewSequence, ScheduledSequence, finish
 from shoal_replica.model import native_cpu_decoder
 from shoal_replica.model.model_runner import ModelRunner
 from shoal_replica.model.native_cpu_decoder import NativeCpuDecoder
@@ -77,7 +77,7 @@ def test_adapters_of_ranks_that_sum_in_many_pieces(
     monkeypatch.setattr(native_cpu_decoder, "EXCHANGE_BYTES", 0)
     for size, num_threads in ((2, 1), (2, 2), (4, 1)):
         ranks = ThreadedRanks(model, CACHE, ParallelConfig(tensor_parallel_size=size, num_threads=num_threads))
-        ranks._on_all(lambda runner: runner._decoder.load_adapter(adapter))
+        ranks._on_all(lambda runner: finish(runner._decoder.load_adapter(adapter)))
         assert all(isinstance(runner._decoder, NativeCpuDecoder) for runner in ranks.runners)
         found = ranks._on_all(lambda runner: logits(runner, prompt, "a"))
         torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.errors import ConfigError, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
 from shoal_replica.request import FinishReason
-from shoal_replica.testing import expected_tokens, make_request
+from shoal_replica.testing import NUM_ADAPTER_PARTS, expected_tokens, make_request
 
 ABORT, ERROR, LENGTH = FinishReason.ABORT, FinishReason.ERROR, FinishReason.LENGTH
 
@@ -405,19 +406,50 @@ async def test_an_adapter_stays_if_its_leaving_is_cancelled() -> None:
         assert set(executor.adapters) == {"a"}
 
 
-async def test_an_adapter_is_there_even_if_nobody_has_waited_for_it() -> None:
+async def test_steps_run_between_the_parts_of_an_adapter() -> None:
     async with running_engine() as (engine, executor, _):
-        running = engine.add(make_request(max_tokens=9))
-        await mid_step(executor)
-        loading = asyncio.create_task(engine.adapters.load(lora()))
-        await asyncio.sleep(0)
-        loading.cancel()
-        executor.gate.set()
-        await asyncio.wait([loading])
-        assert engine.adapters.names == set(executor.adapters) == {"a"}
-        with pytest.raises(ConfigError, match="is already loaded"):
-            await engine.adapters.load(lora())
+        executor.pause_s = 0.01
+        running = engine.add(make_request(max_tokens=40))
+        await until(lambda: executor.num_started > 2)
+        before = executor.num_started
+        await engine.adapters.load(lora())
+        assert executor.num_started >= before + NUM_ADAPTER_PARTS
         await finished(running)
+
+
+@pytest.mark.parametrize("num_parts", range(NUM_ADAPTER_PARTS + 1))
+async def test_who_cancels_a_load_leaves_all_of_it_or_nothing(num_parts: int) -> None:
+    async with running_engine() as (engine, executor, _):
+        taken, load = 0, executor.load_adapter
+
+        def counted(adapter: AdapterConfig) -> Generator[None]:
+            nonlocal taken
+            for _ in load(adapter):
+                if taken == num_parts:
+                    cancelling.set()
+                    gate.wait(DEADLINE_S)
+                taken += 1
+                yield
+            cancelling.set()
+            gate.wait(DEADLINE_S)
+
+        gate, cancelling = threading.Event(), threading.Event()
+        executor.load_adapter = counted  # type: ignore[method-assign]
+        loading = asyncio.create_task(engine.adapters.load(lora()))
+        await until(cancelling.is_set)
+        loading.cancel()
+        await asyncio.sleep(0.01)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert engine.adapters.names == set(executor.adapters) == ({"a"} if num_parts == NUM_ADAPTER_PARTS else set())
+        executor.load_adapter = load  # type: ignore[method-assign]
+        if num_parts == NUM_ADAPTER_PARTS:
+            with pytest.raises(ConfigError, match="is already loaded"):
+                await engine.adapters.load(lora())
+        else:
+            await engine.adapters.load(lora())
+        await finished(engine.add(make_request(max_tokens=3, adapter="a")))
 
 
 async def test_nobody_waits_for_an_adapter_of_an_engine_that_has_failed() -> None:

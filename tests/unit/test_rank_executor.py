@@ -22,7 +22,7 @@ from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, EngineDead
-from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput
+from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput, finish
 from shoal_replica.ranks.channel import MAX_FRAME_BYTES, FromRank, Hello, Ready, frame
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankProcess
@@ -94,7 +94,7 @@ def test_steps_reach_all_ranks_and_one_answers() -> None:
     with pytest.raises(EngineDead, match="have been stopped"):
         executor.execute(first_step(4))
     with pytest.raises(EngineDead, match="have been stopped"):
-        executor.load_adapter(AdapterConfig(name="a", folder="", factors=(), num_values=0))
+        finish(executor.load_adapter(AdapterConfig(name="a", folder="", factors=(), num_values=0)))
 
 
 def test_ranks_answer_where_file_descriptors_have_large_numbers() -> None:
@@ -170,8 +170,8 @@ def test_adapters_are_on_all_ranks_or_on_none() -> None:
     odd, good = (AdapterConfig(name="a", folder=folder, factors=(), num_values=0) for folder in ("refuse_one", ""))
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"rank {CULPRIT}: its shard is odd"):
-            executor.load_adapter(odd)
-    executor.load_adapter(good)
+            finish(executor.load_adapter(odd))
+    finish(executor.load_adapter(good))
     requests = [make_request("0", range(9), max_tokens=4)]
     assert generate(executor, *requests) == {"0": expected_tokens(requests[0].prompt_token_ids, 4)}
     executor.unload_adapter("a")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -56,8 +56,8 @@ class Decoder(Protocol):
         """Operators on the logits that ``compute`` returns, by the threads that computed them."""
         ...
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
-        """Load an adapter, which steps then name.
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
+        """Load an adapter, which steps then name, a product at a time. If it is closed before its end, nothing stays.
 
         Raises:
             ConfigError: from ``read_adapter``.

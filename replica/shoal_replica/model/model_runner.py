@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -22,6 +22,7 @@ from shoal_replica.executor import (
     ScoredTokens,
     StepResult,
     TokenLogprobs,
+    finish,
 )
 from shoal_replica.grammars import Grammars
 from shoal_replica.model.decoder import make_decoder
@@ -60,7 +61,7 @@ class ModelRunner:
         self._block_size = cache_config.block_size
         self._decoder = make_decoder(model_config, cache_config, parallel_config, shard, group)
         for adapter in adapters:
-            self.load_adapter(adapter)
+            finish(self.load_adapter(adapter))
         self._samples = shard is None or shard.samples
         self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
         self._grammars = Grammars(model_config)
@@ -77,10 +78,10 @@ class ModelRunner:
         """A number that changes as a step progresses. Another thread may read it, until ``close``."""
         return self._decoder.progress + self._sampler.num_changed
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
-        """Let sequences use an adapter. Raises ConfigError, and then nothing has changed."""
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
+        """See ``Executor.load_adapter``."""
         try:
-            self._decoder.load_adapter(adapter)
+            yield from self._decoder.load_adapter(adapter)
         except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
             # No memory for it, no such files on this host, or they have changed since they were checked.
             raise ConfigError(f"adapters.{adapter.title}: cannot be loaded: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,9 +75,9 @@ class NativeCpuDecoder:
     def row_operators(self) -> RowOperators:
         return self._native
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
         pairs = read_adapter(adapter, self._model, self._shard, torch.device("cpu"))
-        self._slots[adapter.name] = self._native.add_adapter(pairs)
+        self._slots[adapter.name] = yield from self._native.add_adapter(pairs)
 
     def unload_adapter(self, name: str) -> None:
         self._last = None, (), False  # another may get its slot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,8 +41,12 @@ class OperatorDecoder:
     def row_operators(self) -> RowOperators:
         return ops
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
-        self._adapters[adapter.name] = dict(read_adapter(adapter, self._model.config, self._shard, self._device))
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
+        pairs: dict[str, LoraPair] = {}
+        for name, pair in read_adapter(adapter, self._model.config, self._shard, self._device):
+            pairs[name] = pair
+            yield
+        self._adapters[adapter.name] = pairs
 
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
-from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
+from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult, finish
 from shoal_replica.memory import available_bytes
 from shoal_replica.memory_advice import check_host
 from shoal_replica.model.model_runner import ModelRunner
@@ -66,7 +66,7 @@ class DistributedRunner:
         return self._group.awaited_rank
 
     def load_adapter(self, adapter: AdapterConfig) -> None:
-        self._runner.load_adapter(adapter)
+        finish(self._runner.load_adapter(adapter))
 
     def unload_adapter(self, name: str) -> None:
         self._runner.unload_adapter(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import NoReturn
@@ -117,13 +117,13 @@ class RankExecutor:
             self._check_silence()
             self._check_progress(step, started)
 
-    def load_adapter(self, adapter: AdapterConfig) -> None:
-        """Load an adapter on all ranks, or on none. Raises ConfigError, and EngineDead as ``execute`` does."""
+    def load_adapter(self, adapter: AdapterConfig) -> Generator[None]:
+        """Load it on all ranks, or on none, in one part. Raises ConfigError, and EngineDead as ``execute`` does."""
         refusals = _refusals(self._ask(dict.fromkeys(self._ranks, Load(adapter))))
-        if not refusals:
-            return
-        self._ask({rank: Unload(adapter.name) for rank in self._ranks if rank not in refusals})
-        _raise_first(refusals)
+        if refusals:
+            self._ask({rank: Unload(adapter.name) for rank in self._ranks if rank not in refusals})
+            _raise_first(refusals)
+        yield from ()
 
     def unload_adapter(self, name: str) -> None:
         self._ask(dict.fromkeys(self._ranks, Unload(name)))

@@ -595,8 +595,10 @@ async def test_one_replica_computes_prompts_and_the_other_generates(cluster: Liv
 
 
 async def test_streams_of_a_replica_that_drains_go_on_elsewhere_with_their_blocks(cluster: LiveCluster):
-    """Each gets the tokens of an undisturbed run, and none is computed again from its beginning."""
-    params = {"max_tokens": 200, "ignore_eos": True}
+    """Each gets the tokens of an undisturbed run, and none is computed again from its beginning. All leave that are not
+    near their end: on a busy machine one may be, while another has just begun.
+    """
+    params = {"max_tokens": 600, "ignore_eos": True}
     requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a tale."),)) for i in range(6)]
     async with GatewayClient(cluster.grpc_address) as client, httpx.AsyncClient() as http:
         await until_cluster(client, is_idle)
@@ -613,14 +615,18 @@ async def test_streams_of_a_replica_that_drains_go_on_elsewhere_with_their_block
         url = f"http://{cluster.http_address}/dashboard/controls/drain/{victim.replica_id}"
         answer = await http.post(url, headers={"authorization": f"Bearer {cluster.admin_key}"})
         assert answer.status_code == 200
+        far = [number for number, stream in enumerate(streams) if len(tokens(stream)) < 400]
+        assert len(far) > len(streams) // 2, "of the busier replica, too"
         await asyncio.gather(*tasks)
         usages = [stream[-1].usage for stream in streams]
-        assert {usage.replica_id for usage in usages if usage} == {survivor.replica_id}
+        assert all(usages)
+        assert {usage.replica_id for usage in (usages[number] for number in far) if usage} == {survivor.replica_id}
         assert {usage.num_resumes for usage in usages if usage} == {0}
         (stats,) = [r.stats for r in (await client.cluster()).replicas if r.replica_id == survivor.replica_id]
         assert victim.stats is not None
         assert stats is not None
-        assert stats.num_blocks_taken >= 2 * victim.stats.num_running  # the prompt's and some of the answer's, of each
+        num_moved = victim.stats.num_running - (len(streams) - len(far))  # at least
+        assert stats.num_blocks_taken >= 2 * num_moved  # the prompt's and some of the answer's, of each
         expected = await asyncio.to_thread(undisturbed, cluster, requests)
         assert [tokens(stream) for stream in streams] == [output.token_ids for output in expected]
         is_replaced = {victim.replica_id}.isdisjoint
@@ -634,7 +640,7 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
     new replica takes requests within ``WHOLE_AGAIN_S`` after Serve first reports it (its process takes longer than that
     to start), and the surviving replica still has its cache.
     """
-    params = {"max_tokens": 120, "ignore_eos": True}
+    params = {"max_tokens": 600, "ignore_eos": True}
     # The prompts differ from the first block on, so that they spread over both replicas.
     requests = [replace(call(seed=i, **params), messages=(Message("user", f"{i}: tell a story."),)) for i in range(8)]
     async with GatewayClient(cluster.grpc_address) as client:
@@ -657,19 +663,20 @@ async def test_streams_of_a_killed_replica_resume_and_the_others_never_notice(cl
         os.kill(pids[victim.replica_id], signal.SIGKILL)
         comes = asyncio.create_task(time_to_connect(client, set(pids)))
         await asyncio.gather(*tasks)
-        num_resumes = [stream[-1].usage.num_resumes for stream in streams if stream[-1].usage]
-        assert sum(num_resumes) >= 1
-        assert sorted(set(num_resumes)) == [0, 1]
+        usages = [stream[-1].usage for stream in streams]
+        assert {usage.num_resumes for usage in usages if usage} == {0, 1}
         expected = await asyncio.to_thread(undisturbed, cluster, requests)
         for stream, output in zip(streams, expected, strict=True):
             assert tokens(stream) == output.token_ids
             assert text(stream) == output.text
         assert await comes <= WHOLE_AGAIN_S
         await until_cluster(client, is_idle)
-        kept = next(i for i in range(8) if num_resumes[i] == 0)
-        before = streams[kept][-1].usage
+        kept, before = next(
+            (i, usage)
+            for i, usage in enumerate(usages)
+            if usage and not usage.num_resumes and usage.replica_id != victim.replica_id
+        )
         after = (await collect(client, replace(requests[kept], request_id=uuid.uuid4().hex)))[-1].usage
-        assert before is not None
         assert after is not None
         num_reused = num_reused_tokens(before.num_prompt_tokens, before.num_output_tokens, 16)
         assert num_reused > 16, "the first block is every prompt's"

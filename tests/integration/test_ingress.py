@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shoal_cluster.addresses import listen
 from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.commands.local_ray import free_ports
 from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve import ingress as ingress_module
 from shoal_cluster.serve.call import Chunk, GenerateCall
@@ -194,6 +195,24 @@ async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
         taken = FREE.model_copy(update={"http_address": f"127.0.0.1:{ingress.http_port}"})
         with pytest.raises(ConfigError, match="http_address: cannot listen on"):
             await Ingress.open(core, taken)
+
+
+async def test_gateways_of_one_application_share_their_addresses() -> None:
+    core = FakeGateway()
+    async with opened(core) as first:
+        addresses = {"grpc_address": f"127.0.0.1:{first.grpc_port}", "http_address": f"127.0.0.1:{first.http_port}"}
+        shared = FREE.model_copy(update=addresses)
+        second = await Ingress.open(core, shared, has_peers=True)
+        await second.close(asyncio.sleep(0))
+        with pytest.raises(ConfigError, match="grpc_address: cannot listen on"):
+            await Ingress.open(core, shared)
+
+
+async def test_the_two_servers_of_a_gateway_share_no_port() -> None:
+    (port,) = free_ports(1)
+    both = {"grpc_address": f"127.0.0.1:{port}", "http_address": f"0.0.0.0:{port}"}
+    with pytest.raises(ConfigError, match="http_address: cannot listen on"):
+        await Ingress.open(FakeGateway(), FREE.model_copy(update=both))
 
 
 def make_observer() -> CallObserver:

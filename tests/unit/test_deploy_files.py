@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from shoal_cluster.commands.deploy import read_config
+from shoal_cluster.commands.local_ray import SERVING_ENVIRONMENT
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.metrics.definitions import FAMILIES, Family, Kind
 from shoal_cluster.serve.metrics.exposition import markdown_table
@@ -214,3 +215,9 @@ def test_images_run_unprivileged_and_report_health(name: str) -> None:
     pinned = re.search(r'"torch==([\d.]+)\.\*"', (DEPLOY.parent / "pyproject.toml").read_text())
     assert pinned is not None
     assert f"torch=={pinned[1]}." in "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.npu"])
+def test_images_give_ray_the_environment_that_local_clusters_have(name: str) -> None:
+    given = dict(re.findall(r"(RAY_\w+)=(\S+)", (DEPLOY / name).read_text()))
+    assert SERVING_ENVIRONMENT.items() <= given.items()

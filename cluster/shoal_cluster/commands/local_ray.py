@@ -29,6 +29,14 @@ LOG_LINES = 10
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 USUAL_EPHEMERAL = 32_768
 FIRST_PORT = 20_000  # Ray's workers use ports 10002 to 19999
+SERVING_ENVIRONMENT = {  # of every node, as "On every node" in deploy/README.md explains
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    # An update that has begun well goes on: Serve would replace no lost replica any more once it has lost a few.
+    "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # at Ray's 15, replicas only get what other processes leave of the cores
+}
 
 
 class LocalRay:
@@ -45,12 +53,9 @@ class LocalRay:
         self.environment = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": os.environ.get("RAY_AUTH_TOKEN_PATH") or str(make_token(self.folder)),
-            "RAY_ENABLE_AUTO_CONNECT": "0",
             # At Serve's default of ten times a second, the control loop and the actors it polls take 1/8 of a core.
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": os.environ.get("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5"),
-            "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",  # at Ray's 15, replicas only get what other processes leave of the cores
+            **SERVING_ENVIRONMENT,
         }
         self._log = self.folder / "ray-start.log"
         # The interpreter's own folder comes first: Ray starts its workers with the `python` that it finds in PATH.

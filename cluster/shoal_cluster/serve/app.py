@@ -20,6 +20,7 @@ from shoal_cluster.serve.rank_actors import DEVICE_RESOURCES, replica_bundles
 from shoal_cluster.serve.redeployment import first_count
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
+from shoal_cluster.serve.succession import OVERLAP_S
 
 # For both deployments and their handles: calls between actors go by gRPC, and a gateway has one event loop, so that its
 # router and the gateway itself share the ledger without locks.
@@ -59,7 +60,7 @@ def build(args: dict[str, Any]) -> Application:
         num_replicas=gateway.num_replicas,
         user_config={},  # not None: so Serve also tells gateways when the YAML has none, or none any more
         max_ongoing_requests=1000,
-        graceful_shutdown_timeout_s=gateway.drain_timeout_s + CLOSE_S,
+        graceful_shutdown_timeout_s=OVERLAP_S + gateway.drain_timeout_s + CLOSE_S,
         health_check_period_s=2,
         ray_actor_options=_actor(gateway.num_cpus, gateway.resources),
     )

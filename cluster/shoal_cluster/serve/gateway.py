@@ -58,6 +58,7 @@ from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.serve.served_model import read_model
+from shoal_cluster.serve.succession import Succession
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.errors import ModelNotFound, shown
 from shoal_replica.request import Request
@@ -102,18 +103,14 @@ class Gateway:
         self._observer = CallObserver(self._metrics, self._ledger.journal, listeners)
         self._tasks = self._start_tasks()
         hold = HoldConfig(objective=LatencyObjective(ttft_s=config.objective.ttft_s))
+        holding, is_growing = self._scaling.holding, self._scaling.is_growing
         self._dispatcher = Dispatcher(
-            self._ledger,
-            hold,
-            limits_of(config, hold),
-            self._scaling.holding,
-            patience_s,
-            self._scaling.is_growing,
-            self._watch.start_failure,
+            self._ledger, hold, limits_of(config, hold), holding, patience_s, is_growing, self._watch.start_failure
         )
         gateways = ServeGateways(own.app_name, own.deployment) if num_gateways > 1 else None
         self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
-        self._ingress = await Ingress.open(self, self._settings)
+        self._succession = Succession(serve_details, own.app_name, own.deployment, own.replica_id.unique_id)
+        self._ingress = await Ingress.open(self, self._settings, has_peers=await self._succession.has_peers())
         asyncio.get_running_loop().call_later(UNTOLD_S, self._scaling.start)
         gc.freeze()  # modules and tokenizer stay; a full collection that visits them would stall all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
@@ -335,11 +332,12 @@ class Gateway:
         self._scaling.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits this after its own drain: let answers finish, then close."""
+        """Serve awaits this after its own drain: go on until a successor runs, let answers finish, then close."""
         if hasattr(self, "_ingress"):
-            self._is_closing = True
             adapters, *others = self._tasks
             adapters.cancel()  # a successor says what is wanted
+            await self._succession.until_succeeded()
+            self._is_closing = True
             await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
             self._after_calls.finish()
             for task in others:

@@ -52,27 +52,33 @@ class Ingress:
         self._shutdown_s = shutdown_s
 
     @classmethod
-    async def open(cls, core: GatewayCore, settings: GatewaySettings) -> Ingress:
-        """Serve ``core`` at the addresses of ``settings``.
+    async def open(cls, core: GatewayCore, settings: GatewaySettings, *, has_peers: bool = False) -> Ingress:
+        """Serve ``core`` at the addresses of ``settings``, which other gateways may then share.
+
+        Args:
+            has_peers: others may listen there already.
 
         Raises:
             ConfigError: one of them cannot be bound, or there is no such certificate.
         """
-        share_port = settings.num_replicas > 1
         credentials = _credentials(settings)
+        if not has_peers:
+            _check_free("grpc_address", settings.grpc_address)
         grpc_server, grpc_port = await start_grpc_server(
             core,
             settings.grpc_address,
             settings.max_request_bytes,
             max_call_s=settings.request_timeout_s + UNREAD_S,
             credentials=credentials,
-            share_port=share_port,
+            share_port=True,
         )
         try:
-            listener = listen(settings.http_address, share_port=share_port)
-        except OSError as error:
+            if not has_peers:
+                _check_free("http_address", settings.http_address)
+            listener = _listen("http_address", settings.http_address, share_port=True)
+        except ConfigError:
             await grpc_server.stop(None)
-            raise ConfigError(f"http_address: cannot listen on {settings.http_address!r}: {error.strerror}") from None
+            raise
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
         http_port: int = listener.getsockname()[1]
@@ -88,7 +94,7 @@ class Ingress:
             raise RuntimeError(f"the HTTP server has ended: {self._http_task}")
 
     async def close(self, drained: Awaitable[None]) -> None:
-        """Stop accepting at once, so that another gateway may take the ports; end what is open when no answer is.
+        """Stop accepting at once; end what is open when no answer is.
 
         Args:
             drained: returns when no answer is under way any more.
@@ -107,6 +113,18 @@ class Ingress:
         for connection in tuple(self._http_server.server_state.connections):
             connection.transport.abort()  # its client does not read: what is written would never leave
         await self._http_task
+
+
+def _check_free(name: str, address: str) -> None:
+    """Raise ConfigError if anybody listens there, whether or not they share the port."""
+    _listen(name, address, share_port=False).close()
+
+
+def _listen(name: str, address: str, *, share_port: bool) -> socket.socket:
+    try:
+        return listen(address, share_port=share_port)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot listen on {address!r}: {error.strerror}") from None
 
 
 def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:

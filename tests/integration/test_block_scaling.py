@@ -105,6 +105,18 @@ def controller() -> Controller:
     return Controller()
 
 
+def test_an_error_holds_the_count_and_is_told_once_a_minute(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end the round in which Serve's controller updates all applications."""
+    controller.report()
+    monkeypatch.setattr(controller.policy, "_tell", lambda record, changes: None)  # is given too few
+    with caplog.at_level("ERROR", logger="ray.serve"):
+        assert [controller.ask(target=3) for _ in range(3)] == [3, 3, 3]
+    assert caplog.text.count("it cannot decide") == 1
+    assert "TypeError" in caplog.text
+
+
 def test_a_ledger_comes_through_serve_whole(controller: Controller) -> None:
     stats = make_stats(num_free_blocks=60, num_running=3, num_waiting=2, num_waiting_tokens=77, busy_s=1.5, num_steps=9)
     controller.report(reserved_tokens={"r0": 41})

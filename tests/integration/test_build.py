@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+from ray.serve._private.version import DeploymentVersion
 
 from shoal_cluster.serve.app import build
+from shoal_cluster.serve.gateway import Gateway
+from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_replica.checkpoint import DEMO_MODEL
 from shoal_replica.errors import ConfigError, NotFound, ShoalError
 
@@ -42,6 +46,27 @@ def test_a_folder_that_is_no_model(tmp_path: Path):
 def test_gateways_are_told_their_settings_at_each_start():
     """Serve does not tell them that there are none where ``user_config`` is None."""
     assert build({"model": DEMO_MODEL})._bound_deployment.user_config == {}
+
+
+def test_serve_s_hooks_run_on_the_event_loop_not_in_threads():
+    """It runs hooks that are not async in threads, beside the loop that changes what they read."""
+    names = "check_health", "reconfigure", "record_replica_metadata", "record_autoscaling_stats", "record_routing_stats"
+    hooks = [
+        vars(deployment)[name] for deployment in (Gateway, ReplicaServer) for name in names if name in vars(deployment)
+    ]
+    assert len(hooks) == 6
+    assert all(map(inspect.iscoroutinefunction, hooks))
+
+
+def test_each_build_has_a_policy_of_its_own():
+    """Serve would not take up again one that it has forgotten, if it is equal to the last."""
+    first, second = (build({"model": DEMO_MODEL})._bound_deployment.init_args[0]._bound_deployment for _ in range(2))
+    assert first._deployment_config.autoscaling_config.policy != second._deployment_config.autoscaling_config.policy
+    versions = [
+        DeploymentVersion("1", replicas._deployment_config, replicas._replica_config.ray_actor_options)
+        for replicas in (first, second)
+    ]
+    assert not versions[0].requires_actor_restart(versions[1]), "replicas stay"
 
 
 def test_the_application_names_its_deployments():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -30,6 +31,7 @@ from shoal_cluster.serve.ingress import Ingress
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
+from shoal_cluster.serve.shared_port import is_other_gateway
 from shoal_protos import generation_pb2_grpc
 from shoal_replica.errors import ConfigError, Unavailable
 from shoal_replica.sampling_params import SamplingParams
@@ -202,9 +204,9 @@ async def test_gateways_of_one_application_share_their_addresses() -> None:
     async with opened(core) as first:
         addresses = {"grpc_address": f"127.0.0.1:{first.grpc_port}", "http_address": f"127.0.0.1:{first.http_port}"}
         shared = FREE.model_copy(update=addresses)
-        second = await Ingress.open(core, shared, has_peers=True)
+        second = await Ingress.open(core, shared, is_peer=lambda pid: True)
         await second.close(asyncio.sleep(0))
-        with pytest.raises(ConfigError, match="grpc_address: cannot listen on"):
+        with pytest.raises(ConfigError, match=f"grpc_address: cannot listen on .*: in use by process {os.getpid()}"):
             await Ingress.open(core, shared)
 
 
@@ -212,7 +214,7 @@ async def test_the_two_servers_of_a_gateway_share_no_port() -> None:
     (port,) = free_ports(1)
     both = {"grpc_address": f"127.0.0.1:{port}", "http_address": f"0.0.0.0:{port}"}
     with pytest.raises(ConfigError, match="http_address: cannot listen on"):
-        await Ingress.open(FakeGateway(), FREE.model_copy(update=both))
+        await Ingress.open(FakeGateway(), FREE.model_copy(update=both), is_other_gateway("shoal", "Gateway"))
 
 
 def make_observer() -> CallObserver:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shoal_cluster.commands.demo import NUM_RAY_CPUS
 from shoal_cluster.commands.deploy import read_config
 from shoal_cluster.commands.local_ray import SERVING_ENVIRONMENT
 from shoal_cluster.config import ClusterConfig
@@ -203,6 +204,21 @@ def test_kuberay_offers_the_npus_that_kubernetes_gives() -> None:
     assert int(resources["limits"]["huawei.com/Ascend910"]) == offered
     assert int(resources["requests"]["huawei.com/Ascend910"]) == offered
     assert not [variable["name"] for variable in container["env"] if "VISIBLE_DEVICES" in variable["name"]]
+
+
+@pytest.mark.parametrize("name", ["cpu.yaml", "npu.yaml"])
+def test_heads_have_room_for_the_next_version_s_gateway_beside_the_former(name: str) -> None:
+    """Serve starts it before it stops the other."""
+    service = next(iter(yaml.safe_load_all((DEPLOY / "kuberay" / name).read_text())))
+    offered = float(service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"])
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert 2 * application["args"]["gateway"]["num_cpus"] <= offered
+
+
+def test_the_demo_has_room_for_the_next_gateway_too() -> None:
+    _, config = read_config(DEPLOY / "serve" / "local.yaml")
+    used = config.scaling.max_replicas * config.replica.num_cpus + 2 * config.gateway.num_cpus
+    assert round(used, 9) <= NUM_RAY_CPUS
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.npu"])

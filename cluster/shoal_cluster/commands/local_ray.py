@@ -31,6 +31,8 @@ USUAL_EPHEMERAL = 32_768
 FIRST_PORT = 20_000  # Ray's workers use ports 10002 to 19999
 SERVING_ENVIRONMENT = {  # of every node, as "On every node" in deploy/README.md explains
     "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_ROTATION_BACKUP_COUNT": "3",
+    "RAY_ROTATION_MAX_BYTES": str(2**26),  # of a process's log, which would grow for ever
     # An update that has begun well goes on: Serve would replace no lost replica any more once it has lost a few.
     "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from typing import Any
 
 import msgspec
@@ -20,7 +21,6 @@ from shoal_cluster.serve.rank_actors import DEVICE_RESOURCES, replica_bundles
 from shoal_cluster.serve.redeployment import first_count
 from shoal_cluster.serve.replica_server import ReplicaServer
 from shoal_cluster.serve.request_router import BlockRouter
-from shoal_cluster.serve.succession import OVERLAP_S
 
 # For both deployments and their handles: calls between actors go by gRPC, and a gateway has one event loop, so that its
 # router and the gateway itself share the ledger without locks.
@@ -28,7 +28,10 @@ ENVIRONMENT = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**26),  # of a call, which carries its prompt's tokens; 4 MiB else
 }
+
+LOGGING = {"enable_access_log": False}  # a line for each call, in addition to the gateway's own
 
 CLOSE_S = 15.0
 """For a gateway to close after its answers have ended, before Serve kills it."""
@@ -51,6 +54,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=replica.drain_timeout_s,
         health_check_period_s=1,
         health_check_timeout_s=10,
+        logging_config=LOGGING,
         **_resources(replica),
         autoscaling_config=_autoscaling(config.scale_config(), args),
         request_router_config=RequestRouterConfig(request_router_class=BlockRouter),
@@ -60,8 +64,11 @@ def build(args: dict[str, Any]) -> Application:
         num_replicas=gateway.num_replicas,
         user_config={},  # not None: so Serve also tells gateways when the YAML has none, or none any more
         max_ongoing_requests=1000,
-        graceful_shutdown_timeout_s=OVERLAP_S + gateway.drain_timeout_s + CLOSE_S,
+        graceful_shutdown_timeout_s=gateway.drain_timeout_s + CLOSE_S,
+        max_surge_percent=100,  # an update starts the next gateway before it stops the former one
         health_check_period_s=2,
+        health_check_timeout_s=10,
+        logging_config=LOGGING,
         ray_actor_options=_actor(gateway.num_cpus, gateway.resources),
     )
     config_without_secrets = config.model_copy(update={"gateway": config.gateway.without_secrets()})
@@ -96,7 +103,9 @@ def _autoscaling(settings: ScaleConfig, args: dict[str, Any]) -> AutoscalingConf
         downscale_delay_s=0,
         policy=AutoscalingPolicy(
             policy_function="shoal_cluster.serve.autoscaler:BlockScaling",
-            policy_kwargs={"settings": msgspec.to_builtins(settings)},
+            # The id is another each time: Serve has forgotten the policy if a deployment failed in between, and would
+            # not take it up again with one that is the same as before.
+            policy_kwargs={"settings": msgspec.to_builtins(settings), "build_id": uuid.uuid4().hex},
         ),
     )
 

@@ -30,6 +30,7 @@ from shoal_cluster.serve.scaling_link import BoardLink
 from shoal_replica.stats import ReplicaStats
 
 MAX_REPORT_AGE_S = 5.0  # reports come once a second; that of a gateway that is gone must not count for long
+COMPLAINT_S = 60.0  # between two reports of errors
 
 KINDS: dict[str, type[float]] = {"busy_s": float, "draining": bool}
 """Of what replicas record, which Serve carries as floats; the others are integers."""
@@ -39,10 +40,10 @@ logger = logging.getLogger("ray.serve")
 
 class BlockScaling:
     """Callable policy. ``settings`` is a ScaleConfig as builtins, in force until a gateway is known to have others.
-    Until one reports, they start replicas, but stop none.
+    Until one reports, they start replicas, but stop none. ``build_id`` only tells policies apart.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], build_id: str = "") -> None:
         self._base = msgspec.convert(settings, ScaleConfig)
         self._is_told = False
         self._state = ScaleState()
@@ -51,12 +52,25 @@ class BlockScaling:
         self._export = RayExport()
         self._freshness = Freshness(MAX_REPORT_AGE_S)
         self._replica_freshness = Freshness(MAX_AGE_S)
+        self._complained_s = -math.inf
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """How many replicas there should be: as many as now if that cannot be said. Serve asks for all applications in
+        one loop, in which an error would stop the others' updates, too.
+        """
+        try:
+            return self._desired(context), {}
+        except Exception:
+            if time.monotonic() - self._complained_s >= COMPLAINT_S:
+                self._complained_s = time.monotonic()
+                logger.exception("the autoscaler holds the number of replicas: it cannot decide")
+            return context.target_num_replicas, {}
+
+    def _desired(self, context: AutoscalingContext) -> int:
         link = self._meet(context)
         inbox = link.inbox
         if inbox is None:  # bounds may have been tuned: the deployment's own must not stop replicas meanwhile
-            return context.target_num_replicas, {}
+            return int(context.target_num_replicas)
         now = time.time()
         fresh = self._freshness.look({r.gateway_id: r.time_s for r in inbox.reports}, now, time.monotonic())
         reports = [r for r in inbox.reports if r.gateway_id in fresh]
@@ -80,7 +94,7 @@ class BlockScaling:
         self._tell(scale_record(view, before, config, now, decision))
         self._metrics.take(view.num_target, decision.num_replicas, len(view.replicas))
         self._export.publish_if_due(self._metrics.points, time.monotonic())
-        return decision.num_replicas, {}
+        return decision.num_replicas
 
     def _meet(self, context: AutoscalingContext) -> BoardLink:
         """The link to the scaling board; it ends with this policy."""

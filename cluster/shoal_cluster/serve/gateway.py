@@ -58,7 +58,7 @@ from shoal_cluster.serve.serve_gateways import ServeGateways
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.serve.served_model import read_model
-from shoal_cluster.serve.succession import Succession
+from shoal_cluster.serve.shared_port import is_other_gateway
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.errors import ModelNotFound, shown
 from shoal_replica.request import Request
@@ -70,7 +70,10 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """A Serve deployment that implements GatewayCore and serves it over gRPC and HTTP on its own sockets."""
+    """A Serve deployment that implements GatewayCore and serves it over gRPC and HTTP on its own sockets.
+
+    Serve's hooks are async, as it would run others in threads beside the event loop.
+    """
 
     async def __init__(self, replicas: DeploymentHandle, config: ClusterConfig) -> None:  # type: ignore[misc]
         set_up_logs(config.logs.format, config.logs.level, process="gateway")
@@ -109,8 +112,8 @@ class Gateway:
         )
         gateways = ServeGateways(own.app_name, own.deployment) if num_gateways > 1 else None
         self._explainer = Explainer(own.replica_id.unique_id, self._dispatcher.explain, gateways)
-        self._succession = Succession(serve_details, own.app_name, own.deployment, own.replica_id.unique_id)
-        self._ingress = await Ingress.open(self, self._settings, has_peers=await self._succession.has_peers())
+        is_peer = is_other_gateway(own.app_name, own.deployment)
+        self._ingress = await Ingress.open(self, self._settings, is_peer)
         asyncio.get_running_loop().call_later(UNTOLD_S, self._scaling.start)
         gc.freeze()  # modules and tokenizer stay; a full collection that visits them would stall all streams
         bounds = f"{config.scaling.min_replicas} to {config.scaling.max_replicas} replicas"
@@ -148,7 +151,7 @@ class Gateway:
             self._ledger.journal.note(EventKind.CHANGED, f"routing: {share:g} of the replicas only compute prompts")
         self._ledger.phases.roles.share = share
 
-    def record_replica_metadata(self) -> dict[str, Any]:
+    async def record_replica_metadata(self) -> dict[str, Any]:
         """The ports that the servers listen on, which matter where free ones were asked for."""
         return {"shoal_grpc_port": self._ingress.grpc_port, "shoal_http_port": self._ingress.http_port}
 
@@ -322,7 +325,7 @@ class Gateway:
     def _send(self, request: Request, source: BlockSource | None) -> DeploymentResponse:
         return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, source=source)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
         self._ingress.check_health()
         for task in self._tasks:
@@ -332,12 +335,11 @@ class Gateway:
         self._scaling.check_health()
 
     async def __del__(self) -> None:
-        """Serve awaits this after its own drain: go on until a successor runs, let answers finish, then close."""
+        """Serve awaits this after its own drain: let answers finish, then close."""
         if hasattr(self, "_ingress"):
+            self._is_closing = True
             adapters, *others = self._tasks
             adapters.cancel()  # a successor says what is wanted
-            await self._succession.until_succeeded()
-            self._is_closing = True
             await self._ingress.close(self._observer.drain(self._settings.drain_timeout_s))
             self._after_calls.finish()
             for task in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import uvicorn
@@ -15,6 +15,7 @@ from shoal_cluster.gateway_settings import GatewaySettings
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.http.api import http_config
+from shoal_cluster.serve.shared_port import check_not_taken
 from shoal_replica.errors import ConfigError
 
 SHUTDOWN_S = 5.0
@@ -52,18 +53,19 @@ class Ingress:
         self._shutdown_s = shutdown_s
 
     @classmethod
-    async def open(cls, core: GatewayCore, settings: GatewaySettings, *, has_peers: bool = False) -> Ingress:
-        """Serve ``core`` at the addresses of ``settings``, which other gateways may then share.
+    async def open(
+        cls, core: GatewayCore, settings: GatewaySettings, is_peer: Callable[[int], bool] = lambda pid: False
+    ) -> Ingress:
+        """Serve ``core`` at the addresses of ``settings``.
 
         Args:
-            has_peers: others may listen there already.
+            is_peer: whether a process, by its id, may listen at the same addresses.
 
         Raises:
             ConfigError: one of them cannot be bound, or there is no such certificate.
         """
         credentials = _credentials(settings)
-        if not has_peers:
-            _check_free("grpc_address", settings.grpc_address)
+        await asyncio.to_thread(check_not_taken, "grpc_address", settings.grpc_address, is_peer)
         grpc_server, grpc_port = await start_grpc_server(
             core,
             settings.grpc_address,
@@ -73,14 +75,10 @@ class Ingress:
             share_port=True,
         )
         try:
-            if not has_peers:
-                _check_free("http_address", settings.http_address)
-            listener = _listen("http_address", settings.http_address, share_port=True)
+            listener = await asyncio.to_thread(_listen, settings.http_address, is_peer)
         except ConfigError:
             await grpc_server.stop(None)
             raise
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
         http_port: int = listener.getsockname()[1]
         shutdown_s = settings.drain_timeout_s + SHUTDOWN_S
         http_server = uvicorn.Server(http_config(core, settings, shutdown_s))
@@ -115,16 +113,16 @@ class Ingress:
         await self._http_task
 
 
-def _check_free(name: str, address: str) -> None:
-    """Raise ConfigError if anybody listens there, whether or not they share the port."""
-    _listen(name, address, share_port=False).close()
-
-
-def _listen(name: str, address: str, *, share_port: bool) -> socket.socket:
+def _listen(http_address: str, is_peer: Callable[[int], bool]) -> socket.socket:
+    """A listening socket for HTTP. Raises ConfigError."""
+    check_not_taken("http_address", http_address, is_peer)
     try:
-        return listen(address, share_port=share_port)
+        listener = listen(http_address, share_port=True)
     except OSError as error:
-        raise ConfigError(f"{name}: cannot listen on {address!r}: {error.strerror}") from None
+        raise ConfigError(f"http_address: cannot listen on {http_address!r}: {error.strerror}") from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
+    return listener
 
 
 def _credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:

@@ -45,7 +45,8 @@ class ReplicaServer:
     """Owns an Engine and its feed.
 
     Tokens travel on the feed. The Serve call stays open until the request has ended, so that Serve's own accounting
-    (ongoing requests, draining) is true.
+    (ongoing requests, draining) is true. Serve's hooks are async, as it would run others in threads beside the engine's
+    event loop.
     """
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
@@ -90,13 +91,13 @@ class ReplicaServer:
         self._past = ReplicaPast(self._engine)
         self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
 
-    def record_replica_metadata(self) -> dict[str, Any]:
+    async def record_replica_metadata(self) -> dict[str, Any]:
         """Sent once to every router: the feed's address, a report of what the replica has taken of its host, and where
         it gives its blocks to other replicas, if it does.
         """
         return member_metadata(self._address, self._report, self._blocks_address)
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers of the block ledger that the autoscaling policy reads."""
         return ledger_metrics(self._engine.stats())
 
@@ -113,7 +114,7 @@ class ReplicaServer:
         self._metrics.take(report)
         self._export.publish_if_due(lambda: self._metrics.points(report.stats), monotonic())
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         self._engine.check_health()
         if self._drain is not None and self._drain.done():

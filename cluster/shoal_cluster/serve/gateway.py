@@ -59,6 +59,7 @@ from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_cluster.serve.served_model import read_model
 from shoal_cluster.serve.shared_port import is_other_gateway
+from shoal_cluster.serve.standstill import end_at_standstill
 from shoal_cluster.user_config import UserConfig
 from shoal_replica.errors import ModelNotFound, shown
 from shoal_replica.request import Request
@@ -70,10 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """A Serve deployment that implements GatewayCore and serves it over gRPC and HTTP on its own sockets.
-
-    Serve's hooks are async, as it would run others in threads beside the event loop.
-    """
+    """A Serve deployment that implements GatewayCore and serves it over gRPC and HTTP on its own sockets."""
 
     async def __init__(self, replicas: DeploymentHandle, config: ClusterConfig) -> None:  # type: ignore[misc]
         set_up_logs(config.logs.format, config.logs.level, process="gateway")
@@ -132,6 +130,7 @@ class Gateway:
         return (
             asyncio.create_task(self._adapters.run(), name="shoal-adapters"),
             asyncio.create_task(self._watch.run(), name="shoal-watch"),
+            asyncio.create_task(end_at_standstill(), name="shoal-standstill"),
             asyncio.create_task(RayExport().run(lambda: self._own_points(self._rows())), name="shoal-metrics"),
         )
 
@@ -299,7 +298,7 @@ class Gateway:
             return True
         return self._scaling.row().config.min_replicas == 0 and not self._watch.start_failure()
 
-    # Helpers, and Serve's hooks
+    # Helpers, and Serve's hooks: async, as it runs others in threads beside the event loop
 
     def _max_model_len(self) -> int:
         """The model's limit, or that of the largest block pool if smaller; known once a replica has sent its stats."""

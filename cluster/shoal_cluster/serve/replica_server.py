@@ -29,6 +29,7 @@ from shoal_cluster.serve.recorded_stats import ledger_metrics
 from shoal_cluster.serve.replica_adapters import ReplicaAdapters
 from shoal_cluster.serve.replica_past import ReplicaPast
 from shoal_cluster.serve.runs import Runs
+from shoal_cluster.serve.standstill import end_at_standstill
 from shoal_replica.build import build_engine, build_executor, plan_replica
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import EngineDead, Unavailable
@@ -89,7 +90,9 @@ class ReplicaServer:
         self._runs = Runs(self._engine, self._feed, self._fetcher)
         self._engine.subscribe(self._measure)  # after the feed: tokens go first
         self._past = ReplicaPast(self._engine)
-        self._watch = asyncio.get_running_loop().create_task(self._leave_when_dead(), name="shoal-replica-watch")
+        loop = asyncio.get_running_loop()
+        self._watch = loop.create_task(self._leave_when_dead(), name="shoal-replica-watch")
+        self._standstill = loop.create_task(end_at_standstill(), name="shoal-standstill")
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Sent once to every router: the feed's address, a report of what the replica has taken of its host, and where

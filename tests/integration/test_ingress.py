@@ -199,6 +199,21 @@ async def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
             await Ingress.open(core, taken)
 
 
+async def test_a_connection_opened_just_before_the_end_has_its_call_answered() -> None:
+    async with opened(FakeGateway()) as ingress:
+        await until(lambda: ingress._http_server.started)
+        reader, writer = await asyncio.open_connection("127.0.0.1", ingress.http_port)
+        closing = asyncio.create_task(ingress.close(asyncio.sleep(0)))
+        await asyncio.sleep(ingress_module.LAST_CALLS_S / 2)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", ingress.http_port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            await closing
+        writer.close()
+
+
 async def test_gateways_of_one_application_share_their_addresses() -> None:
     core = FakeGateway()
     async with opened(core) as first:

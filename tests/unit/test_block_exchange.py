@@ -138,6 +138,7 @@ async def test_a_planned_step_that_was_dropped_hinders_nothing() -> None:
         await other.add(make_request("old", range(28)))
         await other.add(request)
         assert recorder.tokens["stops", 0][-1] == stop
+        await until(lambda: not other._scheduler.kv.host.is_planned)  # until the dropped step has landed
         assert await take(other, await pieces(one), HASHES) == 7
         await other.add(make_request("old again", range(28)))
         assert recorder.tokens["old again", 0] == expected_tokens(range(28), 4)

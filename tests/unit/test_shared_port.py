@@ -14,7 +14,8 @@ from shoal_replica.errors import ConfigError
 
 LISTENS = """
 import socket, sys
-print(socket.create_server(("127.0.0.1", 0), reuse_port=True).getsockname()[1], flush=True)
+host, _, port = sys.argv[1].rpartition(":")
+print(socket.create_server((host, int(port)), reuse_port=True).getsockname()[1], flush=True)
 sys.stdin.read()
 """
 
@@ -24,9 +25,9 @@ def nobody(pid: int) -> bool:
 
 
 @contextmanager
-def listening(title: str) -> Iterator[tuple[int, int]]:
+def listening(title: str, address: str = "127.0.0.1:0") -> Iterator[tuple[int, int]]:
     """A process with that title; gives its id and its port."""
-    command = [title, "-c", LISTENS]
+    command = [title, "-c", LISTENS, address]
     process = subprocess.Popen(command, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -56,7 +57,12 @@ def test_one_that_is_shared_with_strangers_is_taken(host: str) -> None:
 
 def test_the_same_port_of_another_address_is_free() -> None:
     with listen("127.0.0.1:0", share_port=True) as server:
-        check_not_taken("grpc_address", f"127.0.0.2:{server.getsockname()[1]}", nobody)
+        port = server.getsockname()[1]
+        check_not_taken("grpc_address", f"127.0.0.2:{port}", nobody)
+        with listening("peer", f"127.0.0.2:{port}") as (pid, _):
+            check_not_taken("grpc_address", f"127.0.0.2:{port}", lambda each: each == pid)
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}$"):
+                check_not_taken("grpc_address", f"0.0.0.0:{port}", lambda each: each == pid)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,8 @@ def test_the_same_port_of_another_address_is_free() -> None:
     [
         ("ray::ServeReplica:shoal:Gateway", True),
         ("ray::ServeReplica:shoal:Gateway.initialize_and_get_metadata", True),
+        ("ray::ServeReplica:shoal:Gateway::Exiting", True),
+        ("ray::ServeReplica:shoal:Gateway2", False),
         ("ray::ServeReplica:shoal2:Gateway", False),
         ("python", False),
     ],

@@ -33,6 +33,7 @@ SERVING_ENVIRONMENT = {  # of every node, as "On every node" in deploy/README.md
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ROTATION_BACKUP_COUNT": "3",
     "RAY_ROTATION_MAX_BYTES": str(2**26),  # of a process's log, which would grow for ever
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**26),  # of a call, which carries its prompt's tokens; 4 MiB else
     # An update that has begun well goes on: Serve would replace no lost replica any more once it has lost a few.
     "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",

@@ -61,8 +61,8 @@ class DeploymentRow:
         replica runs: Serve reports a failing scale-up too, which does not affect the replicas that are there. Nor is it
         a reason that a node was lost meanwhile.
 
-        Of a version that has never run, Serve then starts no more replicas until it is deployed anew or more are
-        wanted; of any other it keeps trying.
+        Of a version that has never run, Serve then starts no more replicas until something else is deployed or more
+        are wanted; of any other it keeps trying.
         """
         if self.trigger not in START_FAILURES or self.num_in("RUNNING"):
             return ""

@@ -41,7 +41,7 @@ from shoal_cluster.serve.installed_ledger import install
 from shoal_cluster.serve.intake import Intake
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
-from shoal_cluster.serve.logs import log_call, set_up_logs
+from shoal_cluster.serve.logs import error_log, log_call, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.metrics.gathered import replica_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
@@ -84,7 +84,7 @@ class Gateway:
         self._is_closing = False
         num_gateways, max_entries = self._settings.num_replicas, self._settings.max_index_entries
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), num_gateways, max_entries)
-        install(self._ledger)
+        install(self._ledger, config.model)
         self._adapters = ServedAdapters(self._ledger, tuple(config.adapters))
         self._replicas, self._call_delay = replicas, CallDelay()
         own = serve.get_replica_context()
@@ -130,7 +130,7 @@ class Gateway:
         return (
             asyncio.create_task(self._adapters.run(), name="shoal-adapters"),
             asyncio.create_task(self._watch.run(), name="shoal-watch"),
-            asyncio.create_task(end_at_standstill(), name="shoal-standstill"),
+            asyncio.create_task(end_at_standstill(error_log()), name="shoal-standstill"),
             asyncio.create_task(RayExport().run(lambda: self._own_points(self._rows())), name="shoal-metrics"),
         )
 

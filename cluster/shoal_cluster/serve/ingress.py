@@ -27,7 +27,7 @@ gRPC: this long after the longest time that a call may take, its work ends; its 
 """
 
 LAST_CALLS_S = 0.3
-"""For calls that were accepted just before: uvicorn stops accepting at its next tick, a tenth of a second."""
+"""For the calls of connections that were accepted just before."""
 
 LAST_BYTES_S = 1.0
 """Of those, for HTTP to send the end of the last answers."""
@@ -98,8 +98,11 @@ class Ingress:
             drained: returns when no answer is under way any more.
         """
         grpc_ends = asyncio.ensure_future(self._grpc_server.stop(self._shutdown_s))
-        self._http_server.should_exit = True
+        if self._http_server.started:
+            for server in self._http_server.servers:
+                server.close()
         await asyncio.sleep(LAST_CALLS_S)
+        self._http_server.should_exit = True  # from now on it ends connections on which no call is
         await drained
         await asyncio.gather(grpc_ends, self._grpc_server.stop(SHUTDOWN_S), self._end_http())
 

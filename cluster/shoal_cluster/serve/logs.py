@@ -10,6 +10,7 @@ import logging
 import sys
 import traceback
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +39,13 @@ def error_fields(error: BaseException) -> dict[str, object]:
     """An error without its message: its type, and the stack frames it came through, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)
     return {"error": type(error).__name__, "stack": [f"{f.filename}:{f.lineno} {f.name}" for f in frames]}
+
+
+def error_log() -> Path:
+    """The file in which Ray keeps this process's standard error."""
+    from ray._private.worker import global_worker
+
+    return Path(global_worker.get_err_file_path())
 
 
 def log_call(record: CallRecord) -> None:

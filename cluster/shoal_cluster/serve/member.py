@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_FEED, _BLOCKS, _REPORT = "shoal_feed", "shoal_blocks", "shoal_start_report"
+_FEED, _MODEL, _BLOCKS, _REPORT = "shoal_feed", "shoal_model", "shoal_blocks", "shoal_start_report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,11 @@ class Member:
     blocks_address: tuple[str, int] | None = None
 
     @classmethod
-    def of(cls, replica_id: str, node_id: str, metadata: Mapping[str, Any]) -> Member | None:
-        """From what a replica has told Serve; None for one that is not Shoal's."""
-        if (feed := metadata.get(_FEED)) is None:
+    def of(cls, replica_id: str, node_id: str, metadata: Mapping[str, Any], model: str) -> Member | None:
+        """From what a replica has told Serve; None for one that is not Shoal's, or has another model: while an
+        application gets another, gateways and replicas of both versions run.
+        """
+        if (feed := metadata.get(_FEED)) is None or metadata.get(_MODEL) != model:
             return None
         blocks = metadata.get(_BLOCKS)
         return cls(
@@ -37,8 +39,8 @@ class Member:
 
 
 def member_metadata(
-    feed_address: tuple[str, int], start_report: str, blocks_address: tuple[str, int] | None
+    feed_address: tuple[str, int], model: str, start_report: str, blocks_address: tuple[str, int] | None
 ) -> dict[str, Any]:
     """What a replica tells Serve, which passes it on to every router: ``Member.of`` reads it."""
-    told: dict[str, Any] = {_FEED: list(feed_address), _REPORT: start_report}
+    told: dict[str, Any] = {_FEED: list(feed_address), _MODEL: model, _REPORT: start_report}
     return told if blocks_address is None else told | {_BLOCKS: list(blocks_address)}

@@ -18,7 +18,7 @@ from shoal_cluster.serve.block_server import BlockServer
 from shoal_cluster.serve.engine_config import engine_config
 from shoal_cluster.serve.feed import FeedServer
 from shoal_cluster.serve.feed_messages import ADAPTERS, BLOCKS, DRAIN, METRICS, PAST, BlockSource
-from shoal_cluster.serve.logs import set_up_logs
+from shoal_cluster.serve.logs import error_log, set_up_logs
 from shoal_cluster.serve.member import member_metadata
 from shoal_cluster.serve.metrics.gathered import encode_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
@@ -53,7 +53,7 @@ class ReplicaServer:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         replica_id = serve.get_replica_context().replica_id.unique_id
         set_up_logs(config.logs.format, config.logs.level, process="replica", replica_id=replica_id)
-        settings = config.replica
+        self._model, settings = config.model, config.replica
         resolved: EngineConfig = await asyncio.to_thread(engine_config, config)
         self._report = (await asyncio.to_thread(plan_replica, resolved)).report()
         launcher = None
@@ -92,13 +92,13 @@ class ReplicaServer:
         self._past = ReplicaPast(self._engine)
         loop = asyncio.get_running_loop()
         self._watch = loop.create_task(self._leave_when_dead(), name="shoal-replica-watch")
-        self._standstill = loop.create_task(end_at_standstill(), name="shoal-standstill")
+        self._standstill = loop.create_task(end_at_standstill(error_log()), name="shoal-standstill")
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Sent once to every router: the feed's address, a report of what the replica has taken of its host, and where
-        it gives its blocks to other replicas, if it does.
+        """Sent once to every router: the feed's address, the model, a report of what the replica has taken of its host,
+        and where it gives its blocks to other replicas, if it does.
         """
-        return member_metadata(self._address, self._report, self._blocks_address)
+        return member_metadata(self._address, self._model, self._report, self._blocks_address)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers of the block ledger that the autoscaling policy reads."""
@@ -120,6 +120,8 @@ class ReplicaServer:
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         self._engine.check_health()
+        if self._standstill.done():
+            raise RuntimeError(f"the replica's event loop is watched no more: {self._standstill}")
         if self._drain is not None and self._drain.done():
             raise Unavailable("drained as an administrator has asked; another replica takes its place")
 

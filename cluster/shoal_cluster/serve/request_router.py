@@ -9,11 +9,12 @@ class BlockRouter(RequestRouter):  # type: ignore[misc]
     """Holds no state. Serve runs a by-value copy of this module, so the ledger is imported where it is used."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        from shoal_cluster.serve.installed_ledger import current
+        from shoal_cluster.serve.installed_ledger import current, routed_model
         from shoal_cluster.serve.member import Member
 
         super().update_replicas(replicas)
-        members = [Member.of(r.replica_id.unique_id, r.node_id, r.replica_metadata) for r in replicas]
+        model = routed_model()
+        members = [Member.of(r.replica_id.unique_id, r.node_id, r.replica_metadata, model) for r in replicas]
         current().set_members([member for member in members if member is not None])
 
     async def choose_replicas(

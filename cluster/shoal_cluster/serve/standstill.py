@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+from pathlib import Path
+from typing import TextIO
 
 STANDSTILL_S = 30.0
 """As long as Serve takes to call a replica unhealthy: three checks of ten seconds."""
 
 
-async def end_at_standstill() -> None:
-    """Until cancelled: if the running event loop does not turn for ``STANDSTILL_S``, write the stacks of all threads to
-    stderr and end the process. Works while another thread, or native code, holds the interpreter.
+async def end_at_standstill(log: Path) -> None:
+    """Until cancelled: if the running event loop does not turn for ``STANDSTILL_S``, end the process, also while native
+    code holds the interpreter. Then, and when the process crashes, the stacks of its threads are appended to ``log``:
+    standard error is lost where Ray rotates logs, as a thread of the process itself carries it to its file.
     """
+    former: TextIO | None = None
     try:
         while True:
-            faulthandler.dump_traceback_later(STANDSTILL_S, exit=True)
+            file = log.open("a")  # anew each time: it may have been rotated
+            faulthandler.enable(file)
+            faulthandler.dump_traceback_later(STANDSTILL_S, exit=True, file=file)
+            if former is not None:
+                former.close()
+            former = file
             await asyncio.sleep(STANDSTILL_S / 10)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.enable()

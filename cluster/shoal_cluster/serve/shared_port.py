@@ -52,7 +52,7 @@ def _listening(host: str, port: int) -> list[int | None]:
         own = {str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         own = set()
-    sockets = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN and each.laddr]
+    sockets = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     return [
         each.pid
         for each in sockets

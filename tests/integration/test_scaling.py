@@ -24,7 +24,7 @@ from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
-from shoal_cluster.serve.call import GenerateCall
+from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import SamplingParams
 from shoal_replica.errors import NotFound, ShoalError
@@ -120,6 +120,34 @@ async def test_none_one_three_one_none(ray, local_yaml):
         assert all(after == before for (_, after), (before, _) in itertools.pairwise(steps))
         assert max(after for _, after in steps) == 3
         assert steps[-1] == (1, 0)
+
+
+async def test_a_replica_that_serve_stops_finishes_what_serve_has_not_been_told_of(ray, local_yaml):
+    """Serve hears of a request after a second. It stops a replica without such requests two seconds later."""
+    document, _ = read_config(local_yaml)
+    args = document["applications"][0]["args"]
+    address = free_address()
+    args["gateway"].update(grpc_address=address, http_address=free_address(), admin_key=ADMIN_KEY)
+    args["replica"]["kv_transfer"] = False  # answers stay where they began
+    args["scaling"] = {"min_replicas": 2, "max_replicas": 2, "downscale_delay_s": 1} | COLD
+    await asyncio.to_thread(deploy, document, ray.dashboard_url, lambda progress: None)
+    async with GatewayClient(address) as client, asyncio.timeout(CHANGE_TIMEOUT_S):
+        await until_cluster(client, lambda row: num_connected(row) == 2)
+        answers: list[asyncio.Task[Usage]] = []
+        while num_connected(await client.cluster()) == 2:
+            answers += [asyncio.create_task(answer_of(client, call(f"{len(answers) + i} ", 500))) for i in range(2)]
+            if len(answers) == 2:
+                await client.tune({"max_replicas": 1, "min_replicas": 1}, reset=False, admin_key=ADMIN_KEY)
+            await asyncio.sleep(0.3)
+        usages = await asyncio.gather(*answers)
+    assert len({usage.replica_id for usage in usages}) == 2
+    assert {usage.num_resumes for usage in usages} == {0}
+
+
+async def answer_of(client: GatewayClient, asked: GenerateCall) -> Usage:
+    usage = [chunk async for chunk in client.generate(asked)][-1].usage
+    assert usage is not None
+    return usage
 
 
 async def test_an_answer_outlives_its_gateway_and_its_replica(ray, local_yaml):

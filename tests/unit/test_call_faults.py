@@ -12,13 +12,19 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.serve import avoided
-from shoal_cluster.serve.call_delay import CallDelay
+from shoal_cluster.serve import avoided, serve_placement
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.errors import DeadlineExceeded
 from shoal_replica.request import Request
 from shoal_replica.testing import expected_tokens, make_request
+
+
+@pytest.fixture(autouse=True)
+def _called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's calls are made right behind their requests."""
+    monkeypatch.setattr(serve_placement, "CALL_AFTER_S", 0.0)
+
 
 PROMPT = tuple(range(10, 31))
 
@@ -63,7 +69,7 @@ async def test_a_call_that_breaks_off_at_the_only_replica_goes_on_there(monkeypa
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
 
         dispatcher = serve.hold(patience_s=0.5)
         monkeypatch.setattr(avoided, "GONE_S", 0.1)

@@ -12,13 +12,20 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.serve.call_delay import CallDelay
+from shoal_cluster.serve import serve_placement
 from shoal_cluster.serve.generation import Generation
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.errors import DeadlineExceeded
 from shoal_replica.request import Request
 from shoal_replica.testing import expected_tokens
+
+
+@pytest.fixture(autouse=True, params=[0.0, serve_placement.CALL_AFTER_S])
+def _called_after(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's calls are made right behind their requests, or not before these have ended."""
+    monkeypatch.setattr(serve_placement, "CALL_AFTER_S", request.param)
+
 
 PROMPT = tuple(range(10, 31))
 
@@ -43,7 +50,7 @@ async def test_whatever_comes_between_a_turn_and_what_is_sent(what: str, num_tur
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
 
         serve.place = place  # type: ignore[method-assign, assignment]
         real, given = serve.generation, asyncio.Event()
@@ -109,7 +116,7 @@ async def test_who_leaves_the_queue_and_comes_again_under_the_same_id_gets_a_tur
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
 
         serve.place = place  # type: ignore[method-assign, assignment]
         made.executor.gate.clear()

@@ -16,9 +16,8 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.serve import call_delay, feed_client, leg, runs
+from shoal_cluster.serve import feed_client, leg, runs, serve_placement
 from shoal_cluster.serve.call import Chunk, GenerateCall
-from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
 from shoal_cluster.serve.grpc_service import GenerationService
@@ -32,6 +31,12 @@ from shoal_replica.request import FinishReason, Request
 from shoal_replica.testing import expected_tokens, make_request
 
 PROMPT = tuple(range(10, 31))
+
+
+@pytest.fixture(autouse=True)
+def _called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's calls are made right behind their requests."""
+    monkeypatch.setattr(serve_placement, "CALL_AFTER_S", 0.0)
 
 
 @asynccontextmanager
@@ -463,7 +468,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
 
         dispatcher = serve.hold()
         serve.place = place  # type: ignore[method-assign, assignment]
@@ -493,21 +498,29 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             assert not calls[-1].is_cancelled
 
 
-@pytest.mark.parametrize("how", ["ends", "is refused", "is left"])
+@pytest.mark.parametrize("how", ["ends", "is refused", "is left", "goes on where Serve stops its replica"])
 async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no_call(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_delay, "BEHIND_S", 10 * DEADLINE_S)
+    call_after_s = 0.05 if how.startswith("goes on") else 10 * DEADLINE_S
+    monkeypatch.setattr(serve_placement, "CALL_AFTER_S", call_after_s)
     monkeypatch.setattr(leg, "GRACE_S", 0.0)
     async with serving("a") as serve:
-        made, calls, dispatcher, delay = serve.replicas["a"], list[Request](), serve.hold(), CallDelay()
+        made, calls, dispatcher = serve.replicas["a"], list[Request](), serve.hold()
+        aborted, abort = list[str](), made.engine.abort
+
+        def note_abort(request_id: str, *args: Any) -> None:
+            aborted.append(request_id)
+            abort(request_id, *args)
+
+        monkeypatch.setattr(made.engine, "abort", note_abort)
 
         def send(request: Request, source: object) -> None:
             calls.append(request)
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), delay)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
 
         serve.place = place  # type: ignore[method-assign, assignment]
         if how == "is refused":
@@ -515,19 +528,31 @@ async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no
         elif how != "ends":
             made.executor.gate.clear()
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6))
-        if how == "ends":
-            assert (await running).tokens == [expected_tokens(PROMPT, 6)]
-        elif how == "is refused":
+        if how == "is refused":
             await until(lambda: dispatcher.num_held == 1)  # it waits for another replica
             running.cancel()
             await until(running.done)
-        else:
+        elif how == "is left":
             await until(lambda: made.executor.is_held)
             running.cancel()
             await until(lambda: not made.engine._finished)
             made.executor.gate.set()
+            assert aborted
+        else:
+            if how != "ends":
+                await until(lambda: made.executor.is_held)
+                serve.leave("a")
+                await asyncio.sleep(2 * call_after_s)
+                made.executor.gate.set()
+            answer = await running
+            assert answer.tokens == [expected_tokens(PROMPT, 6)]
+            assert answer.usage.num_resumes == 0
         await until(lambda: not serve.ledger._replica_of)
         assert not calls
+        if how != "is left":
+            await made.engine.drain(DEADLINE_S)
+            assert not aborted
+        serve.replicas["a"] = made
 
 
 async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
@@ -539,7 +564,7 @@ async def test_of_a_burst_those_are_refused_that_there_is_no_room_for() -> None:
 
         def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
             pending = PendingRequest(query=query, arrival_s=0.0)
-            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
 
         serve.place = place  # type: ignore[method-assign, assignment]
         made.executor.gate.clear()
@@ -567,7 +592,7 @@ async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_wai
         def send(request: Request, source: object) -> None:
             calls.append(request)
 
-        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send), CallDelay())
+        placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
         ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         serve.ledger.follow(request.request_id, ignored)
         outcome = placement.start()

@@ -189,7 +189,7 @@ class _Placement:
         asyncio.get_running_loop().call_later(LONGEST_S, self.cancel)
         return self.ended
 
-    def cancel(self) -> None:
+    def cancel(self, *, has_ended: bool = False) -> None:
         self.ended.cancel()
 
 

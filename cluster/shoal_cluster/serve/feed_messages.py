@@ -40,7 +40,7 @@ class BlockSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
-    """A request whose turn has come; its ``due_s`` counts from its arrival here. Serve's call with the same follows.
+    """A request whose turn has come; its ``due_s`` counts from its arrival here. Serve's call with the same may follow.
     ``source`` has more of its blocks.
     """
 
@@ -174,9 +174,9 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A submitted request whose Serve call has not come yet does not run here, or no longer, and has no token. The
-    gateway places it elsewhere, unless the request itself is invalid, in ``field``. ``is_full``: for want of room, not
-    because the replica leaves or has handed it back. Not part of the updates' numbering.
+    """A submitted request that no Serve call has come for does not run here, or no longer. The gateway places it
+    elsewhere, to go on after the tokens it has, unless the request itself is invalid, in ``field``. ``is_full``: for
+    want of room, not because the replica leaves or has handed it back. Not part of the updates' numbering.
     """
 
     request_id: str

@@ -27,7 +27,6 @@ from shoal_cluster.serve.admission_desk import limits_of
 from shoal_cluster.serve.after_calls import AfterCalls
 from shoal_cluster.serve.block_map import BlockMap, decode_block_map
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
-from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.call_observer import CallObserver, open_tracer
 from shoal_cluster.serve.deployment_watch import DeploymentRow, DeploymentWatch
 from shoal_cluster.serve.dispatcher import Dispatcher
@@ -86,7 +85,7 @@ class Gateway:
         self._ledger = GatewayLedger(uuid.uuid4().hex, RouteWeights(), num_gateways, max_entries)
         install(self._ledger, config.model)
         self._adapters = ServedAdapters(self._ledger, tuple(config.adapters))
-        self._replicas, self._call_delay = replicas, CallDelay()
+        self._replicas = replicas
         own = serve.get_replica_context()
         if not replicas.is_initialized:
             replicas._init()  # builds the router now, so that feeds are up before the first call
@@ -319,7 +318,7 @@ class Gateway:
             priority=RESUMED_PRIORITY if request.output_token_ids else request.priority,
             is_admitted=is_later_leg(request.request_id),
         )
-        return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send, self._call_delay)
+        return ServePlacement(self._ledger, self._dispatcher, request, pending, self._send)
 
     def _send(self, request: Request, source: BlockSource | None) -> DeploymentResponse:
         return self._replicas.generate.remote(request, gateway_id=self._ledger.gateway_id, source=source)

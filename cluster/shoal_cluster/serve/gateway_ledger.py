@@ -139,7 +139,7 @@ class GatewayLedger:
         self._commit(record)
 
     def submit(self, request: Request, replica_id: str, source: BlockSource | None = None) -> Callable[[], None] | None:
-        """Send a request on ``replica_id``'s feed; Serve's call follows. Returns how to abort it, None if not sent."""
+        """Send a request on ``replica_id``'s feed; Serve's call may follow. Returns how to abort it, None if not sent."""
         feed, request_id = self._feeds.get(replica_id), request.request_id
         if feed is None or replica_id not in self._members or not feed.submit(request, source):
             return None

@@ -25,7 +25,7 @@ class Placement(Protocol):
     """A request on its way to a replica.
 
     ``sent`` is done when Serve's call has been made. Until then the request waits for its turn, or has been submitted
-    on the feed and its call is delayed.
+    on the feed and is not old enough for a call.
     """
 
     sent: asyncio.Future[None]
@@ -34,8 +34,8 @@ class Placement(Protocol):
         """Enter the gateway's queue. Returns the future outcome at a replica."""
         ...
 
-    def cancel(self) -> None:
-        """Take the request back, from the queue or from its replica."""
+    def cancel(self, *, has_ended: bool = False) -> None:
+        """Take the request back, from the queue or from its replica, or only its call, if it ``has_ended`` there."""
         ...
 
 
@@ -113,7 +113,7 @@ class Leg:
             await _first(outcome, self._ended)
             if (refusal := self._refusal or self._refused_by(outcome)) is not None:
                 return _for_others(refusal)
-            why_lost = await self._last_words(outcome)
+            why_lost = await self._last_words(outcome, placement.sent)
             if self.is_done:
                 return None
             if self._is_handed_back:
@@ -121,7 +121,7 @@ class Leg:
             raise ReplicaLost(why_lost)
         finally:
             if not outcome.done():
-                placement.cancel()
+                placement.cancel(has_ended=self.is_done)
 
     async def _until_taken(
         self, outcome: asyncio.Future[Outcome], sent: asyncio.Future[None], placement_timeout_s: float
@@ -140,12 +140,12 @@ class Leg:
             return None
         return outcome.result() if outcome.result().refused else None
 
-    async def _last_words(self, outcome: asyncio.Future[Outcome]) -> str:
+    async def _last_words(self, outcome: asyncio.Future[Outcome], sent: asyncio.Future[None]) -> str:
         """Wait for what still travels behind the first sign of the end. Returns why the request is lost if sequences
         are not done by then.
         """
         if not outcome.done():
-            if self.is_done:  # cancelling a call that is returning would count as a failure
+            if self.is_done and sent.done():  # cancelling a call that is returning would count as a failure
                 await _first(outcome, timeout_s=GRACE_S)
             return f"the feed of replica {self.replica_id} broke"
         if (error := _error(outcome)) is not None:

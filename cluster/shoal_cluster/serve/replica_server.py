@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 class ReplicaServer:
     """Owns an Engine and its feed.
 
-    Tokens travel on the feed. The Serve call stays open until the request has ended, so that Serve's own accounting
-    (ongoing requests, draining) is true. Serve's hooks are async, as it would run others in threads beside the engine's
-    event loop.
+    Requests and tokens travel on the feed. The Serve call of a request that takes longer stays open until its end, so
+    that Serve counts it (ongoing requests, draining). Serve's hooks are async, as it would run others in threads beside
+    the engine's event loop.
     """
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
@@ -144,8 +144,11 @@ class ReplicaServer:
         return b"draining"
 
     async def __del__(self) -> None:
-        """Serve awaits this after its own drain."""
+        """Serve awaits this after its own drain, which knows only of requests that have been called. The others are
+        awaited here, until the replica's time to drain is over: Serve then ends the process.
+        """
         if hasattr(self, "_feed"):
+            await self._engine.drain(self._drain_timeout_s)
             await self._adapters.close()
             if hasattr(self, "_fetcher") and self._fetcher is not None:
                 await self._fetcher.close()

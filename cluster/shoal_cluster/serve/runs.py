@@ -1,7 +1,8 @@
 """Runs the requests that come to a replica: each to its end, or refused.
 
-A request arrives twice: at once as a ``Submit`` on its gateway's feed, and a little later as Serve's call, by which
-Serve counts, drains and cancels. Whichever comes first starts it; the call waits for its end and returns its outcome.
+A request arrives at once as a ``Submit`` on its gateway's feed and, if it still runs a second later, as Serve's call,
+too, by which Serve counts, drains and cancels. Whichever comes first starts it; the call waits for its end and returns
+its outcome.
 
 * A call that comes first, or alone (the feed is down, or the request too long for it), runs the request. The ``Submit``
   behind it starts nothing, even if the request has ended meanwhile.
@@ -9,8 +10,8 @@ Serve counts, drains and cancels. Whichever comes first starts it; the call wait
 * If a request ends, is refused or is handed back before its call comes, the outcome is kept for the call.
 * A gateway that gives a request up says so on the feed, behind its ``Submit``, since the call may never come. A
   cancelled call ends the request too; and when a gateway's feed breaks, all its requests are aborted.
-* The call goes where the request was submitted and nowhere else. If that replica leaves first, the gateway places the
-  request anew, under another id.
+* The call goes where the request was submitted and nowhere else. If Serve stops that replica first, there is no call,
+  and the request goes on to its end there.
 
 If an id arrives twice by the same route (feed or call), the second is a new request if the first has ended, and a
 duplicate otherwise. A request that arrived by one route only is remembered for ``KEPT_S`` after its end, and the oldest

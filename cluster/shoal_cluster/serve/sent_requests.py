@@ -1,4 +1,4 @@
-"""What this gateway has sent to replicas, and where the Serve call that follows each request must go."""
+"""What this gateway has sent to replicas, and where a Serve call that follows a request must go."""
 
 from __future__ import annotations
 

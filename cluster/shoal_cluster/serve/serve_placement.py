@@ -1,8 +1,7 @@
 """One placement of a request: held by the dispatcher until its turn, then sent to its replica, where a leg follows it.
 
-It is sent on the feed, which takes a fraction of a millisecond. Serve's call with the same request follows, so that
-Serve's accounting is true, and returns the outcome; see ``outcome``. The call takes some milliseconds of both
-processes, so it is delayed: the request's first step goes first and, in a burst, other requests; see ``call_delay``.
+It is sent on the feed, which takes a fraction of a millisecond. Serve's call with the same request follows where that
+runs for longer than ``CALL_AFTER_S``, so that Serve counts it, and returns the outcome; see ``outcome``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import PendingRequest
-from shoal_cluster.serve.call_delay import CallDelay
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.feed_messages import BlockSource
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
@@ -26,11 +24,14 @@ from shoal_replica.request import Request
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentResponse
 
+CALL_AFTER_S = 1.0
+"""A call takes the gateway and the replica half a millisecond each, a third of what a short request takes them, and
+tells Serve nothing that matters of a request that is over by then: see ``ReplicaServer.__del__``.
+"""
+
 
 class ServePlacement:
-    """One placement of ``request``. ``pending`` is the request as the queue sees it; ``send`` makes Serve's call;
-    ``call_delay`` is shared by all of the gateway's placements.
-    """
+    """One placement of ``request``. ``pending`` is the request as the queue sees it; ``send`` makes Serve's call."""
 
     def __init__(
         self,
@@ -39,16 +40,15 @@ class ServePlacement:
         request: Request,
         pending: PendingRequest,
         send: Callable[[Request, BlockSource | None], DeploymentResponse],
-        call_delay: CallDelay,
     ) -> None:
         self._ledger = ledger
         self._dispatcher = dispatcher
         self._request = request
         self._pending = pending
         self._send = send
-        self._call_delay = call_delay
         self._task: asyncio.Task[Outcome] | None = None
         self._is_submitted = False
+        self._submitted_to = ""
         self._source: BlockSource | None = None  # where more of its blocks are
         self._take_back: Callable[[], None] | None = None  # aborts it where it was submitted
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -69,7 +69,9 @@ class ServePlacement:
         self._task.add_done_callback(partial(self._end, waiter))
         return self._task
 
-    def cancel(self) -> None:
+    def cancel(self, *, has_ended: bool = False) -> None:
+        if has_ended:
+            self._take_back = None
         if self._task is not None:
             self._task.cancel()
         self._dispatcher.leave(self._pending)  # at once: its id may be reused before the task has ended
@@ -83,7 +85,9 @@ class ServePlacement:
                 raise
             self._submit(dispatch)
         if self._take_back is not None:
-            await self._call_delay.wait()
+            await asyncio.sleep(CALL_AFTER_S)
+            if self._submitted_to not in self._ledger.view:
+                await asyncio.get_running_loop().create_future()  # Serve lets nobody call it: its leg cancels this
         response = self._send(self._request, self._source)
         self.sent.set_result(None)
         try:
@@ -97,10 +101,10 @@ class ServePlacement:
         due_in_s = dispatch.due_s - time.monotonic()  # hosts' clocks differ: the replica counts from its own now
         hashes = self._pending.query.block_hashes
         request = replace(self._request, due_s=due_in_s, yields=dispatch.yields, block_hashes=hashes)
-        where = dispatch.decision.best, dispatch.candidates
-        self._request = self._ledger.phases.as_sent(request, dispatch.pending.query, *where)
-        self._source = self._ledger.sources.of(self._pending.query, dispatch.candidates, dispatch.decision.best)
-        self._take_back = self._ledger.submit(self._request, dispatch.decision.best, self._source)
+        best, candidates = dispatch.decision.best, dispatch.candidates
+        self._request = self._ledger.phases.as_sent(request, dispatch.pending.query, best, candidates)
+        self._source = self._ledger.sources.of(self._pending.query, candidates, best)
+        self._submitted_to, self._take_back = best, self._ledger.submit(self._request, best, self._source)
 
     def _end(self, waiter: Waiter, task: asyncio.Task[Outcome]) -> None:
         """Clean up, also after a task that was cancelled before it began."""

@@ -71,11 +71,9 @@ class ServingLoad:
 
     def batch(self, concurrency: int, number: int) -> Batch:
         """The prompts of turn ``number``."""
-        rng = Random(f"{self.seed} {concurrency} {number}")
-        prompts = [
-            tuple(rng.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens))
-            for _ in range(_batch_size(concurrency))
-        ]
+        rng, prompts = Random(f"{self.seed} {concurrency} {number}"), dict[Prompt, None]()
+        while len(prompts) < _batch_size(concurrency):  # short ones may come twice
+            prompts[tuple(rng.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(self.num_prompt_tokens))] = None
         return Batch(tuple(prompts), concurrency, self.num_output_tokens)
 
 

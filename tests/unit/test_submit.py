@@ -1,4 +1,4 @@
-"""A request comes twice, on the feed and as Serve's call: whichever comes first, late or never, it runs once."""
+"""A request may come twice, on the feed and as Serve's call: whichever comes first, late or never, it runs once."""
 
 from __future__ import annotations
 
@@ -345,8 +345,7 @@ async def test_a_request_that_no_replica_takes_is_not_waited_for(monkeypatch: py
         serve.may_call.set()
 
 
-@pytest.mark.parametrize("is_alone", [False, True], ids=["another runs", "another comes"])
-async def test_taken_away_before_call_and_token_it_is_placed_whole_and_not_resumed(is_alone: bool) -> None:
+async def test_a_request_whose_replica_serve_stops_before_the_call_goes_on_there() -> None:
     async with serving("a", "b") as serve:
         serve.may_call.clear()
         for one in serve.replicas.values():
@@ -354,20 +353,41 @@ async def test_taken_away_before_call_and_token_it_is_placed_whole_and_not_resum
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=6, n=3))
         await until(lambda: any(one.executor.is_held for one in serve.replicas.values()))
         name = serve.taken_by("call")
-        other = serve.leave("ab".replace(name, "")) if is_alone else None
         left = serve.leave(name)
-        await until(lambda: len(serve.placements) == 2)  # before any token of the first one
-        if other is not None:
-            serve.join("c", other)
+        assert serve.ledger.ranks("call") == (name,)  # Serve asks again, and calls nobody: it knows no such replica
         for one in (left, *serve.replicas.values()):
             one.executor.gate.set()
         answer = await running
         assert answer.tokens == [expected_tokens(PROMPT, 6, index) for index in range(3)]
-        assert [placement.request.sampling_params.n for placement in serve.placements] == [3, 3]
-        assert answer.usage.num_resumes == 0
+        assert (answer.usage.replica_id, answer.usage.num_resumes) == (name, 0)
+        assert len(serve.placements) == 1
         assert not [event for event in serve.ledger.journal.last(99) if event.kind is EventKind.RESUMED]
         await until(lambda: not left.engine.stats().num_allocated_blocks)
         serve.may_call.set()
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+async def test_an_error_in_taking_a_request_is_told_at_once(is_called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_placement, "CALL_AFTER_S", 0.0 if is_called else 10 * DEADLINE_S)
+    async with serving("a", "b") as serve:
+        dispatcher = serve.hold()
+
+        def send(request: Request, source: object) -> Response:
+            [name] = serve.ledger.ranks(request.request_id)
+            return Response(asyncio.ensure_future(serve.replicas[name].call(request, serve.ledger.gateway_id)))
+
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
+
+        def fail(*args: object) -> None:
+            raise OverflowError("a bug")
+
+        serve.place = place  # type: ignore[method-assign, assignment]
+        for one in serve.replicas.values():
+            monkeypatch.setattr(one.engine, "add", fail)
+        with pytest.raises(Unavailable, match="OverflowError"):
+            await ask(serve, prompt_token_ids=PROMPT)
 
 
 async def test_a_request_clearly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +504,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             calls[0].ends.set_exception(ConnectionError("gone"))
             await until(lambda: len(calls) == 2)
         elif how == "cannot be made":
-            with pytest.raises(ResourceExhausted):
+            with pytest.raises(Unavailable, match=r"resumed 3 times: .*ResourceExhausted"):
                 await running
         if how != "returns":
             num_left = int(how == "fails")
@@ -542,7 +562,7 @@ async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no
             if how != "ends":
                 await until(lambda: made.executor.is_held)
                 serve.leave("a")
-                await asyncio.sleep(2 * call_after_s)
+                await asyncio.sleep(3 * call_after_s)
                 made.executor.gate.set()
             answer = await running
             assert answer.tokens == [expected_tokens(PROMPT, 6)]

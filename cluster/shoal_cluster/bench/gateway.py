@@ -179,6 +179,8 @@ class _Core:
 class _Placement:
     """A Serve call that stays open: streams end by their last token."""
 
+    is_called = True
+
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.sent: asyncio.Future[None] = loop.create_future()

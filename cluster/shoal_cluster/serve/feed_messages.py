@@ -176,13 +176,15 @@ class Update(msgspec.Struct, frozen=True, tag="update", omit_defaults=True):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A submitted request that no Serve call has come for does not run here, or no longer. The gateway places it
     elsewhere, to go on after the tokens it has, unless the request itself is invalid, in ``field``. ``is_full``: for
-    want of room, not because the replica leaves or has handed it back. Not part of the updates' numbering.
+    want of room; ``is_failed``: by an error at the replica; else it leaves or has handed the request back. Not part of
+    the updates' numbering.
     """
 
     request_id: str
     reason: str
     field: str = ""
     is_full: bool = False
+    is_failed: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):

@@ -112,9 +112,6 @@ class GatewayLedger:
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
         """Where Serve's call for a dispatched request must go, best first. Serve asks until a replica takes it."""
-        if (there := self._sent.replica_of(request_id)) is not None and there not in self._members:
-            self._refused(there, Refused(request_id, "Serve took it away before its call came"))
-            return ()
         return self._sent.ranks(request_id, self.decide)
 
     def decide(self, query: RouteQuery) -> RouteDecision:
@@ -139,7 +136,7 @@ class GatewayLedger:
         self._commit(record)
 
     def submit(self, request: Request, replica_id: str, source: BlockSource | None = None) -> Callable[[], None] | None:
-        """Send a request on ``replica_id``'s feed; Serve's call may follow. Returns how to abort it, None if not sent."""
+        """Send a request on ``replica_id``'s feed. Returns how to abort it there, None if not sent."""
         feed, request_id = self._feeds.get(replica_id), request.request_id
         if feed is None or replica_id not in self._members or not feed.submit(request, source):
             return None

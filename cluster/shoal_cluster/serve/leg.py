@@ -24,11 +24,12 @@ GRACE_S = 2.0  # how far apart the end of a call and its last tokens may arrive:
 class Placement(Protocol):
     """A request on its way to a replica.
 
-    ``sent`` is done when Serve's call has been made. Until then the request waits for its turn, or has been submitted
-    on the feed and is not old enough for a call.
+    ``sent`` is done when its turn has come and it has been submitted on the feed or, failing that, by Serve's call.
+    ``is_called``: Serve's call has been made.
     """
 
     sent: asyncio.Future[None]
+    is_called: bool
 
     def start(self) -> asyncio.Future[Outcome]:
         """Enter the gateway's queue. Returns the future outcome at a replica."""
@@ -84,6 +85,7 @@ class Leg:
         self._sent_s: float | None = None  # when the request went to ``replica_id``
         self._refusal: Outcome | None = None  # why that replica does not run it
         self._is_handed_back = False  # it had begun there
+        self._failure = ""  # the error by which that replica does not run it
         self._prefilled: set[int] = set()  # sequences that have their first token and go on elsewhere
         self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
         self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
@@ -113,7 +115,7 @@ class Leg:
             await _first(outcome, self._ended)
             if (refusal := self._refusal or self._refused_by(outcome)) is not None:
                 return _for_others(refusal)
-            why_lost = await self._last_words(outcome, placement.sent)
+            why_lost = await self._last_words(outcome, placement.is_called)
             if self.is_done:
                 return None
             if self._is_handed_back:
@@ -140,14 +142,14 @@ class Leg:
             return None
         return outcome.result() if outcome.result().refused else None
 
-    async def _last_words(self, outcome: asyncio.Future[Outcome], sent: asyncio.Future[None]) -> str:
+    async def _last_words(self, outcome: asyncio.Future[Outcome], is_called: bool) -> str:
         """Wait for what still travels behind the first sign of the end. Returns why the request is lost if sequences
         are not done by then.
         """
         if not outcome.done():
-            if self.is_done and sent.done():  # cancelling a call that is returning would count as a failure
+            if self.is_done and is_called:  # cancelling a call that is returning would count as a failure
                 await _first(outcome, timeout_s=GRACE_S)
-            return f"the feed of replica {self.replica_id} broke"
+            return self._failure or f"the feed of replica {self.replica_id} broke"
         if (error := _error(outcome)) is not None:
             self.is_replica_gone = True
             return f"replica {self.replica_id}: {type(error).__name__}"
@@ -188,7 +190,9 @@ class Leg:
 
     def _on_refused(self, replica_id: str, refused: Refused) -> None:
         self.replica_id = replica_id
-        if self._has_begun:
+        if refused.is_failed:
+            self.is_replica_gone, self._failure = True, f"replica {replica_id}: {refused.reason}"
+        elif self._has_begun:
             self._is_handed_back = True
         else:
             self._refusal = Outcome(True, refused.reason, refused.field, is_full=refused.is_full)

@@ -148,7 +148,10 @@ class ReplicaServer:
         awaited here, until the replica's time to drain is over: Serve then ends the process.
         """
         if hasattr(self, "_feed"):
-            await self._engine.drain(self._drain_timeout_s)
+            stats = self._engine.stats()
+            if stats.num_running + stats.num_waiting:
+                await self._engine.drain(self._drain_timeout_s)
+                await asyncio.sleep(LAST_WORDS_S)  # the blocks of those that have moved are fetched
             await self._adapters.close()
             if hasattr(self, "_fetcher") and self._fetcher is not None:
                 await self._fetcher.close()

@@ -6,7 +6,7 @@ its outcome.
 
 * A call that comes first, or alone (the feed is down, or the request too long for it), runs the request. The ``Submit``
   behind it starts nothing, even if the request has ended meanwhile.
-* A refusal or hand-back before the call comes is told on the feed: a full replica may keep the call waiting for long.
+* A refusal, hand-back or error before the call comes is told on the feed: there may be no call for long.
 * If a request ends, is refused or is handed back before its call comes, the outcome is kept for the call.
 * A gateway that gives a request up says so on the feed, behind its ``Submit``, since the call may never come. A
   cancelled call ends the request too; and when a gateway's feed breaks, all its requests are aborted.
@@ -115,7 +115,7 @@ class Runs:
                 log_fields = fields(request_id=request_id, **error_fields(error))
                 logger.error("the engine could not take a request", extra=log_fields)
             run.ended.set_exception(error)
-            run.ended.exception()  # counts as retrieved: the call raises it, if it comes
+            run.ended.exception()  # counts as retrieved: the call raises it, if one comes
         else:
             if self._fetcher is not None and source is not None and num_coming_blocks:
                 self._fetcher.fetch(request, source, finished)
@@ -140,7 +140,7 @@ class Runs:
 
     def _settle(self, key: _Key, run: _Run) -> None:
         """Drop a run that has ended and came both ways; keep it for the other way if it came one way only. If the call
-        has not come, tell the gateway of a refusal on the feed.
+        has not come, tell the gateway of a refusal or an error on the feed.
         """
         if not run.ended.done():
             return
@@ -150,8 +150,12 @@ class Runs:
                 del self._runs[key]
             else:
                 self._kept[key] = monotonic()
-        if not run.is_called and run.ended.exception() is None and run.ended.result().refused:
-            (gateway_id, request_id), outcome = key, run.ended.result()
+        if run.is_called:
+            return
+        gateway_id, request_id = key
+        if (error := run.ended.exception()) is not None:
+            self._feed.refuse(gateway_id, Refused(request_id, type(error).__name__, is_failed=True))
+        elif (outcome := run.ended.result()).refused:
             self._feed.refuse(gateway_id, Refused(request_id, outcome.reason, outcome.field, outcome.is_full))
 
     def _forget_kept(self, now: float) -> None:

@@ -7,6 +7,7 @@ runs for longer than ``CALL_AFTER_S``, so that Serve counts it, and returns the 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,6 +53,7 @@ class ServePlacement:
         self._source: BlockSource | None = None  # where more of its blocks are
         self._take_back: Callable[[], None] | None = None  # aborts it where it was submitted
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_called = False
 
     def start(self) -> asyncio.Future[Outcome]:
         """Enter the queue. If its turn comes at once, the request is on its way when this returns. Raises as ``enter``
@@ -85,11 +87,13 @@ class ServePlacement:
                 raise
             self._submit(dispatch)
         if self._take_back is not None:
-            await asyncio.sleep(CALL_AFTER_S)
+            await asyncio.sleep(random.uniform(CALL_AFTER_S, 2 * CALL_AFTER_S))  # what came together is called apart
             if self._submitted_to not in self._ledger.view:
                 await asyncio.get_running_loop().create_future()  # Serve lets nobody call it: its leg cancels this
         response = self._send(self._request, self._source)
-        self.sent.set_result(None)
+        self.is_called = True
+        if not self.sent.done():
+            self.sent.set_result(None)
         try:
             outcome: Outcome = await response
         except asyncio.CancelledError:
@@ -105,6 +109,8 @@ class ServePlacement:
         self._request = self._ledger.phases.as_sent(request, dispatch.pending.query, best, candidates)
         self._source = self._ledger.sources.of(self._pending.query, candidates, best)
         self._submitted_to, self._take_back = best, self._ledger.submit(self._request, best, self._source)
+        if self._take_back is not None:
+            self.sent.set_result(None)
 
     def _end(self, waiter: Waiter, task: asyncio.Task[Outcome]) -> None:
         """Clean up, also after a task that was cancelled before it began."""

@@ -119,6 +119,12 @@ def test_step_times_are_gathered_by_shape() -> None:
     assert last == {"num_new_tokens": 512, "num_computed_tokens": 1024, "seconds": [1.0, 1.0], "forward_s": [0.5, 0.5]}
     assert tables["decode"][2] == {"num_seqs": 8, "context": 65.0, "seconds": [1.0, 1.0], "forward_s": [0.5, 0.5]}
     assert {d["num_seqs"] for d in tables["decode"]} == {1, 8, 32}
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(table(Outcome(steps=found), [], "title"))
+    shown = console.export_text()
+    (row,) = (line.split() for line in shown.splitlines() if "512 prompt tokens after 1024" in line)
+    assert row[-3:] == ["1000", "1000", "1000"]
+    assert "decode of 8 at 65" in shown
 
 
 def test_decodes_that_are_timed_last_longer_than_the_prefills_before_them() -> None:

@@ -109,6 +109,12 @@ def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Tabl
             *(_number(line.ratios.get(own)) for own in ours),
             f"{line.foreign:.2f}",
         )
+    found.add_section()
+    head = "s  single steps, ms"
+    for shape, seconds in outcome.steps.shapes():
+        times = (min(seconds), statistics.median(seconds), max(seconds))
+        found.add_row(head, shape, *(_number(1e3 * each) for each in times))
+        head = ""
     return found
 
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal_replica.bench.workloads import Answers, Prompts, Request
@@ -53,6 +53,13 @@ class StepTable:
                 context = statistics.mean(s["num_computed_tokens"] / num_seqs for s in steps)
                 medians = {key: statistics.median(s[key] for s in steps) for key in ("seconds", "forward_s")}
                 self._decode.setdefault((num_seqs, context), []).append(medians)
+
+    def shapes(self) -> Iterator[tuple[str, list[float]]]:
+        """Each shape of a step in words, and the seconds of its steps."""
+        for (new, computed), steps in self._prefill.items():
+            yield f"{new} prompt tokens after {computed}", _times(steps)["seconds"]
+        for (num_seqs, context), steps in self._decode.items():
+            yield f"decode of {num_seqs} at {context:.0f}", _times(steps)["seconds"]
 
     def as_json(self) -> dict[str, list[dict[str, Any]]]:
         return {

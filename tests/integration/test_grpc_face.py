@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from shoal_cluster.commands.client import GatewayClient
 from shoal_cluster.serve import codec, control_codec, scaling_codec
-from shoal_cluster.serve.call import Chunk, GenerateCall
+from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
 from shoal_cluster.serve.grpc_service import start_grpc_server
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -155,6 +155,33 @@ async def test_cancel_of_a_running_stream_closes_it(
         call.cancel()
     await until(lambda: len(core.calls) == 10 and core.num_open == 0)
     assert core.num_closed_early == 10
+
+
+async def test_a_last_message_that_is_not_read_yet_comes_whole_and_then_the_status(
+    generation: generation_pb2_grpc.GenerationStub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its call is over by then. A client that leaves is no error."""
+    usage = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, replica_id="", ttft_s=0, num_resumes=0)
+    last = Chunk(index=0, text="x" * 500_000, finish_reason=FinishReason.STOP, usage=usage)  # beyond a client's window
+    num_over = 0
+
+    async def generate(core: FakeGateway, call: GenerateCall) -> AsyncIterator[Chunk]:
+        nonlocal num_over
+        yield last
+        num_over += 1
+
+    monkeypatch.setattr(FakeGateway, "generate", generate)
+    reads, leaves = (generation.Generate(generation_pb2.GenerateRequest(text="hi")) for _ in range(2))
+    await asyncio.gather(reads.initial_metadata(), leaves.initial_metadata())
+    await until(lambda: num_over == 2)
+    leaves.cancel()
+    assert codec.chunk_from_proto(await reads.read()) == last
+    assert await reads.read() is grpc.aio.EOF
+    assert await reads.code() is grpc.StatusCode.OK
+    assert await collect(generation, text="hi") == [last]
+    assert not caplog.records
 
 
 async def test_passed_deadline_closes_the_cores_stream(

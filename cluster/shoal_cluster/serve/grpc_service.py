@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import grpc
@@ -223,14 +222,14 @@ async def _begin_last_write(context: grpc.aio.ServicerContext, message: generati
     """
     writing = asyncio.create_task(context.write(message))
     _tasks.add(writing)
-    writing.add_done_callback(partial(_end_last_write, context))
+    writing.add_done_callback(_end_last_write)
     await asyncio.sleep(0)  # it begins now
 
 
-def _end_last_write(context: grpc.aio.ServicerContext, writing: asyncio.Task[None]) -> None:
+def _end_last_write(writing: asyncio.Task[None]) -> None:
     _tasks.discard(writing)
-    if not writing.cancelled() and (error := writing.exception()) is not None and not context.cancelled():
-        logger.error("the last message of a call could not be written", exc_info=error)
+    if not writing.cancelled():
+        writing.exception()  # the client has left: there is nobody to be told
 
 
 async def _follow_readiness(core: GatewayCore, service: health.aio.HealthServicer, server: grpc.aio.Server) -> None:

@@ -27,7 +27,7 @@ from shoal_cluster.serve.sent_requests import Follower
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_protos import generation_pb2
 from shoal_replica.errors import EngineDead, ResourceExhausted, Unavailable
-from shoal_replica.request import FinishReason, Request
+from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.testing import expected_tokens, make_request
 
 PROMPT = tuple(range(10, 31))
@@ -388,6 +388,25 @@ async def test_an_error_in_taking_a_request_is_told_at_once(is_called: bool, mon
             monkeypatch.setattr(one.engine, "add", fail)
         with pytest.raises(Unavailable, match="OverflowError"):
             await ask(serve, prompt_token_ids=PROMPT)
+
+
+async def test_an_id_that_is_submitted_again_right_behind_its_abort_is_another_request() -> None:
+    async with replica() as one:
+        told = list[TokenDelta]()
+        client = FeedClient("g", one.address, lambda _: None, lambda: None, lambda update: told.extend(update.deltas))
+        await until(lambda: one.feed._subscribers)
+        one.executor.gate.clear()
+        assert client.submit(make_request("r", PROMPT, max_tokens=6))
+        await until(lambda: one.executor.is_held)
+        client.abort("r")
+        assert client.submit(make_request("r", PROMPT, max_tokens=3))
+        await until(lambda: one.recorder.reasons)
+        one.recorder.reasons.clear()  # it takes ids to be used once
+        one.executor.gate.set()
+        await until(lambda: told and told[-1].finish_reason is not None)
+        assert [token_id for delta in told for token_id in delta.token_ids] == expected_tokens(PROMPT, 3)
+        assert {delta.finish_reason for delta in told} == {None, FinishReason.LENGTH}
+        await client.close()
 
 
 async def test_a_request_clearly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,8 @@ class FeedServer:
             case Submit() if self._subscribers.get(subscriber.gateway_id) is subscriber:  # else lost: it reconnected
                 self.on_submit(message.request, subscriber.gateway_id, message.source)
             case Abort() if message.request_id in subscriber.request_ids:
+                if message.index is None:  # its end is not told: the id may be that of another request by then
+                    self.disown(message.request_id, subscriber.gateway_id)
                 self._engine.abort(message.request_id, message.index)
             case Recall() if message.request_id in subscriber.request_ids:
                 self._engine.hand_back(message.request_id, message.also_started)

@@ -13,10 +13,10 @@ its outcome.
 * The call goes where the request was submitted and nowhere else. If Serve stops that replica first, there is no call,
   and the request goes on to its end there.
 
-If an id arrives twice by the same route (feed or call), the second is a new request if the first has ended, and a
-duplicate otherwise. A request that arrived by one route only is remembered for ``KEPT_S`` after its end, and the oldest
-such request is forgotten when there are more than ``MAX_KEPT``. A call that arrives later than that runs the request
-again.
+An id that is submitted again is a new request: its gateway has given up the one before. An id that is called again is
+one if the first has ended, and a duplicate otherwise. A request that arrived by one route only is remembered for
+``KEPT_S`` after its end, and the oldest such request is forgotten when there are more than ``MAX_KEPT``. A call that
+arrives later than that runs the request again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Runs:
     def _submit(self, request: Request, gateway_id: str, source: BlockSource | None) -> None:
         key = (gateway_id, request.request_id)
         run = self._runs.get(key)
-        if run is None or (run.is_submitted and run.ended.done()):
+        if run is None or run.is_submitted:  # a gateway that submits an id again has given up the request before
             run = self._start(key, request, source)
         run.is_submitted = True
         self._settle(key, run)
@@ -128,7 +128,8 @@ class Runs:
 
     def _end(self, key: _Key, run: _Run, error: BaseException | None) -> None:
         gateway_id, request_id = key
-        self._feed.disown(request_id, gateway_id)
+        if self._runs.get(key) is run:
+            self._feed.disown(request_id, gateway_id)
         try:
             self._engine.check_health()
         except EngineDead as dead:

@@ -312,10 +312,6 @@ class _Collector:
         self.result.num_cached_tokens = max(self.result.num_cached_tokens, delta.num_cached_tokens)
         if self._has_stop:
             output.text += new_text
-            if delta.finish_reason is not None:
-                output.text += text.finish()
-            if text.stopped:
-                output.finish_reason = FinishReason.STOP
             output.stop_reason = text.stop_reason(delta)
             return text.stopped and is_live
         if delta.finish_reason is not None:

@@ -125,12 +125,18 @@ class TextStream:
         )
 
     def take(self, delta: TokenDelta) -> tuple[str, TokenDelta]:
-        """``push`` the tokens of a delta whose text is part of the answer. Returns the text, and the delta: if a stop
-        string has ended the answer, up to the token that completed it.
+        """``push`` the tokens of a delta whose text is part of the answer, and ``finish`` with the last one. Returns the
+        text, and the delta: if a stop string has ended the answer, up to the token that completed it.
         """
         num_before = self._num_tokens
         text, stopped = self.push(delta.text_token_ids(self._includes_stop))
-        return text, delta.stopped_after(self._num_tokens - num_before) if stopped else delta
+        if stopped:
+            return text, delta.stopped_after(self._num_tokens - num_before)
+        if delta.finish_reason is not None:
+            text += self.finish()
+            if self.stopped:  # by text that was held back until no more could come
+                delta = delta.stopped_after(len(delta.token_ids))
+        return text, delta
 
     @property
     def num_tokens(self) -> int:

@@ -130,3 +130,23 @@ def test_a_delta_ends_with_the_token_that_completes_a_stop_string() -> None:
     assert "two" not in TOKENIZER.decode(token_ids[: count - 1])
     assert (told.logprobs, told.finish_reason) == (scores[:count], FinishReason.STOP)
     assert stream.take(msgspec.structs.replace(delta, position=count))[1].token_ids == ()
+
+
+def test_the_last_delta_brings_what_was_held_back() -> None:
+    """Which may itself complete a stop string: the first bytes of a character that never comes."""
+    token_ids = tuple(TOKENIZER.encode("👧")[:2])
+    last = TokenDelta(
+        request_id="",
+        index=0,
+        position=0,
+        token_ids=token_ids,
+        num_cached_tokens=0,
+        finish_reason=FinishReason.LENGTH,
+    )
+    for stop, text, reason in (
+        ("zzz", "\N{REPLACEMENT CHARACTER}", FinishReason.LENGTH),
+        ("\N{REPLACEMENT CHARACTER}", "", FinishReason.STOP),
+    ):
+        stream = TextStream(TOKENIZER, (stop,))
+        told = stream.take(last)
+        assert told == (text, msgspec.structs.replace(last, finish_reason=reason))

@@ -317,12 +317,9 @@ class Generation:
         was_live = delta.finish_reason is None
         text, delta = output.text_stream.take(delta)
         output.token_ids.extend(delta.token_ids)
-        stopped, finish_reason = output.text_stream.stopped, delta.finish_reason
-        if stopped and was_live:
+        finish_reason = delta.finish_reason
+        if output.text_stream.stopped and was_live:
             self._ledger.abort(delta.request_id, delta.index)
-        elif finish_reason is not None and not stopped:
-            text += output.text_stream.finish()
-            finish_reason = FinishReason.STOP if output.text_stream.stopped else finish_reason
         if finish_reason is not None:
             output.is_done = True
         if not delta.token_ids and finish_reason is None:

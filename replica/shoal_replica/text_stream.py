@@ -125,8 +125,8 @@ class TextStream:
         )
 
     def take(self, delta: TokenDelta) -> tuple[str, TokenDelta]:
-        """``push`` the tokens of a delta whose text is part of the answer, and ``finish`` with the last one. Returns the
-        text, and the delta: if a stop string has ended the answer, up to the token that completed it.
+        """``push`` the tokens of a delta whose text is part of the answer, and ``finish`` with the last one. Returns
+        the text, and the delta: if a stop string has ended the answer, up to the token that completed it.
         """
         num_before = self._num_tokens
         text, stopped = self.push(delta.text_token_ids(self._includes_stop))

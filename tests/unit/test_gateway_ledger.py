@@ -30,7 +30,7 @@ async def test_where_a_request_goes_that_nobody_took_is_priced_by_what_waits_now
     for request_id, num_tokens in (("heavy", 800), ("heavy2", 800), ("light", 160)):
         query = make_query(num_tokens, request_id=request_id, num_blocks_needed=11)
         queue.push(PendingRequest(query=query, arrival_s=0.0, tenant=request_id.rstrip("2")))
-        ledger.follow(request_id, Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
+        ledger.follow(request_id, Follower())
         dispatch = queue.next(ledger.view, ledger.weights, 0.0, Random(0))
         assert dispatch is not None
         ledger.commit(dispatch)
@@ -54,7 +54,7 @@ async def test_where_a_rule_is_named_it_places_again_what_nobody_took() -> None:
     for replica_id in ("one", "two", "three"):
         ledger.view.join(replica_id)
         ledger.view.apply_snapshot(replica_id, make_stats(), (), time.monotonic())
-    ledger.follow("r", Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
+    ledger.follow("r", Follower())
     pending = PendingRequest(query=make_query(100, request_id="r", num_blocks_needed=7), arrival_s=0.0)
     dispatch = ledger.named.dispatch(pending, ledger.view, ledger.weights, time.monotonic(), Random(0))
     assert dispatch is not None

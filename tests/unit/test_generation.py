@@ -379,7 +379,7 @@ async def test_a_beam_search_that_loses_its_replica_begins_again_elsewhere() -> 
 async def test_a_beam_search_that_is_lost_with_half_of_its_answer_gives_the_other_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard, take = list[TokenDelta](), leg.Leg._on_delta
+    heard, take = list[TokenDelta](), leg.Leg.take
 
     def hear(self: leg.Leg, replica_id: str, delta: TokenDelta) -> None:
         heard.append(delta)
@@ -388,7 +388,7 @@ async def test_a_beam_search_that_is_lost_with_half_of_its_answer_gives_the_othe
         else:
             take(self, replica_id, delta)
 
-    monkeypatch.setattr(leg.Leg, "_on_delta", hear)
+    monkeypatch.setattr(leg.Leg, "take", hear)
     async with serving("a", "b") as serve:
         answer = await ask(serve, prompt_token_ids=PROMPT, max_tokens=12, n=2, beam_width=3)
     asked = make_request("call", PROMPT, max_tokens=12, n=2, beam_width=3)
@@ -555,7 +555,7 @@ async def test_tokens_that_come_again_are_not_passed_on_again() -> None:
         running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
         await until(lambda: made.executor.is_held)
         for _ in range(2):
-            serve.ledger._followers["call"].on_delta("a", first)
+            serve.follower_of("call").take("a", first)
         made.executor.gate.set()
         assert (await running).tokens == [expected_tokens(PROMPT, 4)]
 

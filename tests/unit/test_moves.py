@@ -26,14 +26,14 @@ async def running(count: int = 1, **fields: object) -> AsyncIterator[tuple[FakeS
         for made in serve.replicas.values():
             made.executor.pause_s = 0.005
         first = asyncio.create_task(ask(serve, "call-0", prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS, **fields))
-        await until(lambda: serve.ledger._replica_of.get("call-0"))
-        owner = serve.ledger._replica_of["call-0"]
+        await until(lambda: serve.replica_of("call-0"))
+        owner = serve.replica_of("call-0")
         await until(lambda: serve.replicas[owner].engine.stats().num_generated_tokens > 10)
         others = [
             asyncio.create_task(ask(serve, f"call-{n}", prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS))
             for n in range(1, count)
         ]
-        await until(lambda: len(serve.ledger._replica_of) == count)
+        await until(lambda: len(serve.ledger.sent) == count)
         yield serve, owner, [first, *others]
         for made in serve.replicas.values():
             made.executor.pause_s = 0.0
@@ -92,7 +92,7 @@ async def test_a_beam_search_stays_to_its_end() -> None:
             made.executor.pause_s = 0.005
         call = asyncio.create_task(ask(serve, "beams", prompt_token_ids=PROMPT, max_tokens=20, beam_width=2))
         await until(lambda: any(made.engine.stats().num_running for made in serve.replicas.values()))
-        owner = serve.ledger._replica_of["beams"]
+        owner = serve.replica_of("beams")
         assert await serve.replicas[owner].engine.drain(DEADLINE_S)
         answer = await call
         assert answer.usage is not None

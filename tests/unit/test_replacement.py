@@ -28,7 +28,7 @@ async def one_runs_and_one_waits() -> AsyncIterator[
         running = asyncio.create_task(ask(serve, "running", prompt_token_ids=RUNNING))
         await until(lambda: made.executor.is_held)
         waiting = asyncio.create_task(ask(serve, "waiting", prompt_token_ids=WAITING))
-        await until(lambda: made.engine.stats().num_waiting == 1 and "waiting" in serve.ledger._replica_of)
+        await until(lambda: made.engine.stats().num_waiting == 1 and serve.replica_of("waiting"))
         yield serve, made, running, waiting
         made.executor.gate.set()
         assert (await running).tokens == [expected_tokens(RUNNING, 4)]
@@ -67,7 +67,7 @@ async def test_what_waits_at_a_replica_that_stalls_goes_elsewhere_until_its_step
         running = asyncio.create_task(ask(serve, "running", prompt_token_ids=RUNNING))
         await until(lambda: made.executor.is_held)
         waiting = asyncio.create_task(ask(serve, "waiting", prompt_token_ids=WAITING))
-        await until(lambda: made.engine.stats().num_waiting == 1 and "waiting" in serve.ledger._replica_of)
+        await until(lambda: made.engine.stats().num_waiting == 1 and serve.replica_of("waiting"))
         serve.join("b", other)
         answer = await waiting
         assert answer.tokens == [expected_tokens(WAITING, 4)]
@@ -115,7 +115,7 @@ async def test_what_was_handed_back_stays_where_only_those_who_did_so_could_take
         first = asyncio.create_task(ask(serve, "first at b", prompt_token_ids=WAITING))
         await until(lambda: other.executor.is_held)
         serve.ledger.recalls.recall("a")
-        await until(lambda: serve.ledger._replica_of.get("waiting#2") == "b" and other.engine.stats().num_waiting)
+        await until(lambda: serve.replica_of("waiting#2") == "b" and other.engine.stats().num_waiting)
         drained = asyncio.create_task(other.engine.drain(30.0))
         await until(lambda: not serve.ledger.can_place({"a"}))
         other.executor.gate.set()
@@ -157,7 +157,7 @@ async def test_who_has_handed_a_request_back_may_take_it_again_when_it_is_well(m
         running = asyncio.create_task(ask(serve, "running", prompt_token_ids=RUNNING))
         await until(lambda: made.executor.is_held)
         waiting = asyncio.create_task(ask(serve, "waiting", prompt_token_ids=WAITING))
-        await until(lambda: made.engine.stats().num_waiting == 1 and "waiting" in serve.ledger._replica_of)
+        await until(lambda: made.engine.stats().num_waiting == 1 and serve.replica_of("waiting"))
         serve.dispatcher = dispatcher
         other.engine._draining = True  # of which nobody has heard
         serve.join("b", other)

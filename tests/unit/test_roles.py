@@ -410,11 +410,11 @@ async def test_a_client_that_leaves_at_the_very_moment_of_a_handover_stops_it() 
         made.executor.gate.clear()
         call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=NUM_TOKENS))
         await until(lambda: made.executor.is_held)
-        follower = serve.ledger._followers["call"]
+        follower = serve.follower_of("call")
         call.cancel()
-        asyncio.get_running_loop().call_soon(follower.on_delta, who["prefill"], delta)
+        asyncio.get_running_loop().call_soon(follower.take, who["prefill"], delta)
         await asyncio.wait([call])
-        assert not serve.ledger._followers
+        assert not len(serve.ledger.sent)
         made.executor.gate.set()
         await until(lambda: serve.is_idle)
         assert serve.replicas[who["decode"]].engine.stats().num_steps == 0
@@ -440,8 +440,8 @@ async def test_what_stayed_at_a_prefill_replica_leaves_when_that_drains() -> Non
         for made in serve.replicas.values():
             made.executor.pause_s = 0.01
         call = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT, max_tokens=80))
-        await until(lambda: serve.ledger._replica_of.get("call") in prefills)
-        owner = serve.ledger._replica_of["call"]
+        await until(lambda: serve.replica_of("call") in prefills)
+        owner = serve.replica_of("call")
         await until(lambda: serve.replicas[owner].engine.stats().num_generated_tokens > 5)
         (other,) = [r for r in prefills if r != owner]
         table = GuestTable(serve.replicas[other].engine.blocks._kv, tuple(hash_blocks(range(200), 4)))

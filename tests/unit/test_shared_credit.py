@@ -37,7 +37,7 @@ def query(request_id: str, num_tokens: int = 40) -> RouteQuery:
 
 
 def follow(ledger: GatewayLedger, request_id: str) -> None:
-    ledger.follow(request_id, Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None))
+    ledger.follow(request_id, Follower())
 
 
 def row(ledger: GatewayLedger, replica_id: str) -> ReplicaView:

@@ -277,7 +277,7 @@ async def test_a_replica_lost_before_the_call_leaves_no_gap_and_no_repeat(how: s
                 answer.take(await anext(chunks))
             if not num_taken:
                 first = asyncio.ensure_future(anext(chunks))
-                await until(lambda: serve.ledger._replica_of)
+                await until(lambda: any(sent.replica_id for _, sent in serve.ledger.sent))
             name = serve.taken_by("call")
             lost = serve.replicas[name]
             lost.executor.gate.clear()
@@ -471,7 +471,7 @@ class Context:
 async def test_the_request_goes_before_its_client_hears_of_it() -> None:
     async with serving("a") as serve:
         serve.hold()
-        context = Context(lambda: bool(serve.ledger._sent._submitted))
+        context = Context(lambda: any(sent.submitted_to for _, sent in serve.ledger.sent))
         asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=PROMPT))
         service = GenerationService(cast("Any", Core(serve)), max_call_s=60)
         await service.generate(asked.SerializeToString(), cast("Any", context))
@@ -501,7 +501,7 @@ async def test_serves_call_follows_where_the_request_went_and_its_failure_takes_
             if how == "cannot be made":
                 raise ResourceExhausted("no")
             [name] = serve.ledger.ranks(request.request_id)
-            assert serve.ledger._replica_of[request.request_id] == name
+            assert serve.replica_of(request.request_id) == name
             calls.append(Response(asyncio.get_running_loop().create_future()))
             return calls[-1]
 
@@ -586,7 +586,7 @@ async def test_what_becomes_of_a_request_before_serves_call_is_made_waits_for_no
             answer = await running
             assert answer.tokens == [expected_tokens(PROMPT, 6)]
             assert answer.usage.num_resumes == 0
-        await until(lambda: not serve.ledger._replica_of)
+        await until(lambda: not len(serve.ledger.sent))
         assert not calls
         if how != "is left":
             await made.engine.drain(DEADLINE_S)
@@ -632,10 +632,10 @@ async def test_what_can_start_is_on_its_way_at_once_and_taken_back_if_nobody_wai
             calls.append(request)
 
         placement = ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
-        ignored = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+        ignored = Follower()
         serve.ledger.follow(request.request_id, ignored)
         outcome = placement.start()
-        assert serve.ledger._replica_of == {request.request_id: "a"}
+        assert serve.replica_of(request.request_id) == "a"
         placement.cancel()  # before its task has begun
         await until(lambda: bool(made.runs._kept))
         assert outcome.cancelled()

@@ -155,7 +155,7 @@ class _Bench:
         self.replica_ids = [f"replica-{number:03d}" for number in range(load.num_replicas)]
         self._conversations: dict[str, deque[list[BlockHash]]] = {}
         self._seq = 0
-        self._follower = Follower(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+        self._follower = Follower()
         self._came: dict[str, _Came] = {}  # requests not sent yet
         self._early_s = 0.0  # time of an update that already sent the next request
         self.num_index_bytes = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.held import PendingRequest
-from shoal_cluster.policies.look import Look
+from shoal_cluster.policies.considered import Considered
+from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
+from shoal_cluster.policies.look import Look, Sent
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.routing import Rule
 
@@ -31,3 +33,19 @@ class Dispatch(NamedTuple):
     look: Look | None
     rule: Rule | None = None
     yields: bool = False
+
+    @classmethod
+    def of(
+        cls, pending: PendingRequest, considered: Considered, sent: Sent, look: Look, yields: bool, now: float
+    ) -> Dispatch:
+        """The request that a look has sent, as that one ``considered`` it."""
+        query = considered.query
+        return cls(
+            pending=pending if pending.query is query else replace(pending, query=query),
+            due_s=now if pending.priority == RESUMED_PRIORITY else considered.due_s,  # its client is in mid-answer
+            candidates=sent.candidates,
+            seed=sent.seed,
+            decision=sent.decision,
+            look=look,
+            yields=yields,
+        )

@@ -10,8 +10,8 @@ import numpy as np
 
 from shoal_cluster.policies.columns import Ints, Phase
 from shoal_cluster.policies.considered import Assignment, Considered
-from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.wishes import Rank
+from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.wishes import Rank, Wish
 from shoal_replica.prefix_cache import BlockHash
 
 MAX_PRIORITY = 2**31 - 1
@@ -58,6 +58,17 @@ class Planned(NamedTuple):
     num_matched_blocks: int
     decode_steps: int
 
+    @classmethod
+    def at(cls, replica_id: str, query: RouteQuery, num_matched_blocks: int) -> Planned:
+        """At a replica that has that many blocks of its prompt cached."""
+        return cls(
+            replica_id=replica_id,
+            num_blocks=uncached_blocks(query, num_matched_blocks),
+            num_tokens=uncached_tokens(query, num_matched_blocks),
+            num_matched_blocks=num_matched_blocks,
+            decode_steps=query.decode_steps,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Held:
@@ -100,3 +111,16 @@ class Held:
     def queue_place(self, now: float) -> QueuePlace:
         replica_id = "" if self.planned is None else self.planned.replica_id
         return QueuePlace(self.pending.query.request_id, replica_id, self.due_s - now)
+
+    def wish(self, planned: Planned, rank: Rank, is_over: bool) -> Wish:
+        """To be sent where it is ``planned``, for other gateways."""
+        return Wish(
+            rank=rank,
+            num_blocks=planned.num_blocks,
+            num_tokens=planned.num_tokens,
+            num_cached_blocks=planned.num_matched_blocks,
+            decode_steps=planned.decode_steps,
+            arrival_s=self.pending.arrival_s,
+            length_s=self.length_s,
+            is_over=is_over,
+        )

@@ -15,18 +15,18 @@ from random import Random
 from shoal_cluster.policies.alike import Alike
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY
-from shoal_cluster.policies.considered import Assignment, Considered
+from shoal_cluster.policies.considered import Assignment
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
-from shoal_cluster.policies.held import NOT_MATCHED, RESUMED_PRIORITY, Held, PendingRequest, Planned, QueuePlace
+from shoal_cluster.policies.held import NOT_MATCHED, Held, PendingRequest, Planned, QueuePlace
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.hold_config import HoldConfig
-from shoal_cluster.policies.look import Basis, Look, Sent, look
+from shoal_cluster.policies.look import Basis, Look, look
 from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import is_eligible
-from shoal_cluster.policies.route_query import uncached_blocks, uncached_tokens
+from shoal_cluster.policies.route_query import uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.tenants import FairShares
 from shoal_cluster.policies.to_consider import Order, ToConsider, look_up
@@ -228,9 +228,17 @@ class PendingQueue:
         self._has_unplanned = plans_all
         held = order[len(assignments) - 1][0]
         yields = self._send(held, assignments[-1][1], view, now)
-        limits = self._config.max_steps_ahead, patience, plans_all
-        record = Look(view.candidates((), now), weights, *limits, tuple(seen), bases, tuple(assignments))
-        return _dispatch(held.pending, seen[-1], sent, record, yields, now)
+        record = Look(
+            snapshot=view.candidates((), now),
+            weights=weights,
+            max_steps_ahead=self._config.max_steps_ahead,
+            patience=patience,
+            plans_all=plans_all,
+            considered=tuple(seen),
+            bases=bases,
+            assignments=tuple(assignments),
+        )
+        return Dispatch.of(held.pending, seen[-1], sent, record, yields, now)
 
     def _patience(self, view: ClusterView, present: Candidates) -> float:
         """See ``Plan``. Nobody takes an idle replica out of turn unless there is one for each request that waits here,
@@ -273,10 +281,8 @@ class PendingQueue:
         if place < 0:
             held.planned = None
             return
-        query = held.pending.query
-        size = uncached_blocks(query, num_matched), uncached_tokens(query, num_matched)
-        held.planned = Planned(view.replica_ids[place], *size, num_matched, query.decode_steps)
-        self._resize(held, size[1])
+        held.planned = Planned.at(view.replica_ids[place], held.pending.query, num_matched)
+        self._resize(held, held.planned.num_tokens)
         self._dates.note(held, begins_s)
 
     def _send(self, held: Held, num_matched_blocks: int, view: ClusterView, now: float) -> bool:
@@ -325,23 +331,6 @@ class PendingQueue:
         wishes: dict[str, list[Wish]] = {}
         everyone = ((held, held.planned) for held in self._by_urgency if held.planned is not None)
         for held, planned in islice(everyone, self._config.max_considered):
-            rank, objective = self._by_urgency.rank(held), (held.pending.arrival_s, held.length_s)
-            wish = Wish(rank, *planned[1:], *objective, self._by_urgency.is_over(held))
+            wish = held.wish(planned, self._by_urgency.rank(held), self._by_urgency.is_over(held))
             wishes.setdefault(planned.replica_id, []).append(wish)
         return {replica_id: tuple(of_it) for replica_id, of_it in wishes.items()}
-
-
-def _dispatch(
-    pending: PendingRequest, considered: Considered, sent: Sent, record: Look, yields: bool, now: float
-) -> Dispatch:
-    """The request that a look has sent, as that one ``considered`` it."""
-    query = considered.query
-    return Dispatch(
-        pending if pending.query is query else replace(pending, query=query),
-        now if pending.priority == RESUMED_PRIORITY else considered.due_s,  # its client is in mid-answer
-        sent.candidates,
-        sent.seed,
-        sent.decision,
-        record,
-        yields=yields,
-    )

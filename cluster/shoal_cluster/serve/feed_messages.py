@@ -99,14 +99,30 @@ class ToldWish(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def at(cls, wish: Wish, now: float) -> ToldWish:
         priority, place, due_s = wish.rank
-        size = wish.num_blocks, wish.num_tokens, wish.num_cached_blocks
-        objective = now - wish.arrival_s, wish.length_s
-        return cls(priority, place, due_s - now, *size, wish.decode_steps, *objective, wish.is_over)
+        return cls(
+            priority=priority,
+            place=place,
+            due_in_s=due_s - now,
+            num_blocks=wish.num_blocks,
+            num_tokens=wish.num_tokens,
+            num_cached_blocks=wish.num_cached_blocks,
+            decode_steps=wish.decode_steps,
+            age_s=now - wish.arrival_s,
+            length_s=wish.length_s,
+            is_over=wish.is_over,
+        )
 
     def wish(self, now: float) -> Wish:
-        rank = self.priority, self.place, now + self.due_in_s
-        size = self.num_blocks, self.num_tokens, self.num_cached_blocks
-        return Wish(rank, *size, self.decode_steps, now - self.age_s, self.length_s, self.is_over)
+        return Wish(
+            rank=(self.priority, self.place, now + self.due_in_s),
+            num_blocks=self.num_blocks,
+            num_tokens=self.num_tokens,
+            num_cached_blocks=self.num_cached_blocks,
+            decode_steps=self.decode_steps,
+            arrival_s=now - self.age_s,
+            length_s=self.length_s,
+            is_over=self.is_over,
+        )
 
 
 class Wishes(msgspec.Struct, frozen=True, tag="wishes"):

@@ -27,10 +27,10 @@ from shoal_cluster.serve.member import Member
 from shoal_cluster.serve.moves import Moves
 from shoal_cluster.serve.recalls import Recalls
 from shoal_cluster.serve.route_log import RouteLog
-from shoal_cluster.serve.sent_requests import Follower, SentRequests
+from shoal_cluster.serve.sent_requests import Follower, SentRequest, SentRequests
 from shoal_cluster.serve.shared_credit import SharedCredit
 from shoal_cluster.serve.view_tally import ViewTally
-from shoal_replica.errors import InvalidArgument, NotFound, shown
+from shoal_replica.errors import NotFound, shown
 from shoal_replica.request import Request
 
 FEED_ANSWER_TIMEOUT_S = 3.0
@@ -63,16 +63,13 @@ class GatewayLedger:
         self._feeds: dict[str, FeedClient] = {}
         self._credit = SharedCredit(self.view, self._feeds, num_gateways > 1)
         self._draining: set[str] = set()  # no longer members, but their last requests are followed
-        self._followers: dict[str, Follower] = {}
-        self._sent = SentRequests()
+        self.sent = SentRequests()
         self.on_news: Callable[[], None] = lambda: None  # called when requests that wait may find a place
-        self._replica_of: dict[str, str] = {}
         self._slowness = Slowness(self.view)
         self.phases = Phases(self.view, num_gateways)
         self.sources = BlockSources()
-        where = self.view, self._feeds, self._replica_of, self._sent.records
-        self.recalls = Recalls(*where, self.can_place, self.journal)
-        self._moves = Moves(*where, self.sources)
+        self.recalls = Recalls(self.view, self._feeds, self.sent, self.can_place, self.journal)
+        self._moves = Moves(self.view, self._feeds, self.sent, self.sources)
         self.routes = RouteLog()
         self.view_tally = ViewTally()
         self._changed = asyncio.Event()
@@ -112,7 +109,7 @@ class GatewayLedger:
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
         """Where Serve's call for a dispatched request must go, best first. Serve asks until a replica takes it."""
-        return self._sent.ranks(request_id, self.decide)
+        return self.sent.ranks(request_id, self.decide)
 
     def decide(self, query: RouteQuery) -> RouteDecision:
         """Route a request, reserve its blocks on the best replica and keep the record."""
@@ -129,8 +126,8 @@ class GatewayLedger:
         query = dispatch.pending.query
         inputs = dispatch.candidates, self.weights, dispatch.seed, dispatch.decision, dispatch.rule
         record = RouteRecord(time.time(), query, *inputs)
-        if query.request_id in self._followers:
-            self._sent.records[query.request_id] = record
+        if (sent := self.sent.get(query.request_id)) is not None:
+            sent.record = record
             if dispatch.look is not None:
                 self.routes.add_look(query.request_id, dispatch.look)
         self._commit(record)
@@ -142,15 +139,16 @@ class GatewayLedger:
             return None
         if source is not None:
             self.view_tally.leave_out(request_id)
-        self._sent.submit(request_id, replica_id)
-        self._note_replica(request_id, replica_id, is_taken=False)
+        if (sent := self._note_replica(request_id, replica_id)) is not None:
+            sent.submitted_to = replica_id
+            sent.follower.sent_to(replica_id)
         return lambda: feed.abort(request_id)
 
     def routed(self, request_id: str, replica_id: str) -> None:
         """Serve's call went to ``replica_id``, which need not be the first rank if the request was not submitted. Serve
         says so only when the call ends.
         """
-        self._note_replica(request_id, replica_id)
+        self._note_taken(request_id, replica_id)
 
     # Calls, and questions about them
 
@@ -160,28 +158,26 @@ class GatewayLedger:
         Raises:
             InvalidArgument: another call with that id is running.
         """
-        if request_id in self._followers:
-            raise InvalidArgument("request_id", request_id, "must not be that of a running request")
-        self._followers[request_id] = follower
+        self.sent.follow(request_id, follower)
 
     def knows_call(self, call_id: str) -> bool:
         """Whether a call with that id runs or is still on record; of a request of several prompts, its first call."""
-        ids = call_id, f"{call_id}-0"
-        return any(known in self._followers or self.routes.of_call(known) for known in ids)
+        return any(known in self.sent or self.routes.of_call(known) for known in (call_id, f"{call_id}-0"))
 
     def unfollow(self, request_id: str) -> None:
         """The request is over for this gateway: drop its reservation. Unknown ids are ignored."""
-        self._followers.pop(request_id, None)
+        sent = self.sent.pop(request_id)
         self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
-        for part in (self.view_tally, self._sent, self.recalls, self._moves, self.phases):
+        for part in (self.view_tally, self.recalls, self._moves, self.phases):
             part.forget(request_id)
-        replica_id = self._replica_of.pop(request_id, None)
-        if replica_id is not None and replica_id not in self._members:
-            self._close_unused_feed(replica_id)
-        elif replica_id is not None:
-            self._credit.end(request_id, replica_id)
+        if sent is None or not sent.replica_id:
+            return
+        if sent.replica_id in self._members:
+            self._credit.end(request_id, sent.replica_id)
+        else:
+            self._close_unused_feed(sent.replica_id)
 
     def wish(self, wishes: Mapping[str, tuple[Wish, ...]]) -> None:
         """Tell the other gateways what is held here and where it is planned to go, by replica."""
@@ -189,8 +185,8 @@ class GatewayLedger:
 
     def abort(self, request_id: str, index: int) -> None:
         """End one sequence at its replica."""
-        replica_id = self._replica_of.get(request_id)
-        if replica_id is not None and (feed := self._feeds.get(replica_id)) is not None:
+        sent = self.sent.get(request_id)
+        if sent is not None and (feed := self._feeds.get(sent.replica_id)) is not None:
             feed.abort(request_id, index)
 
     async def ask(self, replica_id: str, question: str, body: bytes = b"") -> bytes:
@@ -218,7 +214,7 @@ class GatewayLedger:
         self.routes.add(record)
         self.on_decision(record)
         query, candidates, best = record.query, record.replicas, record.decision.best
-        if not best or query.request_id not in self._followers:  # its client has left
+        if not best or query.request_id not in self.sent:  # its client has left
             return False
         place = candidates.place(best)
         num_matched = candidates.num_matched_blocks.item(place)
@@ -258,10 +254,10 @@ class GatewayLedger:
     def _hear_tokens(self, replica_id: str, update: Update) -> None:
         """Pass tokens on before the books are updated (``hear``): clients wait for them."""
         for request_id in update.accepted:
-            self._note_replica(request_id, replica_id)
+            self._note_taken(request_id, replica_id)
         for delta in update.deltas:
-            if (follower := self._followers.get(delta.request_id)) is not None:
-                follower.on_delta(replica_id, delta)
+            if (sent := self.sent.get(delta.request_id)) is not None:
+                sent.follower.take(replica_id, delta)
 
     def hear(self, replica_id: str, message: Snapshot | Update) -> None:
         """Take one message of a replica's feed into the books. Its tokens have been passed on already."""
@@ -287,48 +283,56 @@ class GatewayLedger:
         self._moves.look(now)
         self.view.settle(message.accepted)
         for delta in message.deltas:
-            if self.view_tally.take(delta.request_id, replica_id, delta.num_cached_tokens):
-                self.view.computed(delta.request_id)
+            self.view.computed(delta.request_id)
+            self.view_tally.take(delta.request_id, replica_id, delta.num_cached_tokens)
         self.on_news()
         self.routes.trim()
 
-    def _note_replica(self, request_id: str, replica_id: str, is_taken: bool = True) -> None:
-        """A request is at ``replica_id``: its reservation moves there, and later messages about it go there."""
-        if (follower := self._followers.get(request_id)) is None:
+    def _note_taken(self, request_id: str, replica_id: str) -> None:
+        """``replica_id`` has taken a request."""
+        if (sent := self._note_replica(request_id, replica_id)) is not None:
+            sent.follower.taken_by(replica_id)
+
+    def _note_replica(self, request_id: str, replica_id: str) -> SentRequest | None:
+        """A request is at ``replica_id``, or on its way there: its reservation moves there, and later messages about it
+        go there. None if its client has left meanwhile.
+        """
+        if (sent := self.sent.get(request_id)) is None:
             self._credit.withdraw(request_id, replica_id)
-            self.view.release(request_id)  # the client has left meanwhile
-            return
-        self._replica_of[request_id] = replica_id
+            self.view.release(request_id)
+            return None
+        sent.replica_id = replica_id
         reservation = self.view.reservation(request_id)
         if reservation is not None and reservation.replica_id != replica_id:
             self._credit.withdraw(request_id, replica_id)
             self.view.move(request_id, replica_id)
             self._credit.promise(request_id)
-        follower.on_routed(replica_id, is_taken)
+        return sent
 
     def _refused(self, replica_id: str, refused: Refused) -> None:
-        if (follower := self._followers.get(refused.request_id)) is not None:
-            follower.on_refused(replica_id, refused)
+        if (sent := self.sent.get(refused.request_id)) is not None:
+            sent.follower.refused(replica_id, refused)
 
     def _lost(self, replica_id: str) -> None:
         if self.view.is_connected(replica_id):
             text = "its feed broke: nothing goes there until it is back"
             self.journal.note(EventKind.LOST, text, replica_id=replica_id)
-        there = [follower for request_id, follower in self._followers.items() if self._where(request_id) == replica_id]
+        there = [sent.follower for request_id, sent in self.sent if self._where(request_id, sent) == replica_id]
         self.view.disconnect(replica_id)
         self.phases.roles.look(time.monotonic())
         for follower in there:
-            follower.on_routed(replica_id, False)
-            follower.on_lost()
+            follower.lost(replica_id)
         self._changed.set()
 
-    def _where(self, request_id: str) -> str | None:
+    def _where(self, request_id: str, sent: SentRequest) -> str | None:
         """The replica that has a request, or that it is on its way to by Serve's call alone."""
+        if sent.replica_id:
+            return sent.replica_id
         reservation = self.view.reservation(request_id)
-        return self._replica_of.get(request_id, reservation.replica_id if reservation is not None else None)
+        return reservation.replica_id if reservation is not None else None
 
     def _close_unused_feed(self, replica_id: str) -> None:
-        if replica_id not in self._replica_of.values() and (feed := self._feeds.pop(replica_id, None)) is not None:
+        if not self.sent.at(replica_id) and (feed := self._feeds.pop(replica_id, None)) is not None:
             feed.close()
             self.sources.leave(replica_id)
             if replica_id in self._draining:
@@ -336,7 +340,7 @@ class GatewayLedger:
                 self.journal.note(EventKind.STOPPED, "no request of this gateway is left there", replica_id=replica_id)
 
     def _note_leaving(self, replica_id: str) -> None:
-        num_left = sum(1 for where in self._replica_of.values() if where == replica_id)
+        num_left = len(self.sent.at(replica_id))
         if self.view.is_connected(replica_id):
             text = f"it takes nothing new; {num_left} requests of this gateway are left there"
             self.journal.note(EventKind.DRAINING, text, replica_id=replica_id)

@@ -23,7 +23,7 @@ from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.request_id import leg_id
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
-from shoal_replica.request import FinishReason, Request, TokenDelta
+from shoal_replica.request import Request, TokenDelta
 from shoal_replica.text_stream import TextStream
 from shoal_replica.tokenizer import Tokenizer
 
@@ -208,10 +208,11 @@ class Generation:
                 return
             if refusal is None:
                 return
-            if not refusal[1].is_full or refusal[0] not in self._ledger.view:
-                self._avoided.turn_from(refusal[0])  # it leaves: another may come in its place
+            replica_id, outcome = refusal
+            if not outcome.is_full or replica_id not in self._ledger.view:
+                self._avoided.turn_from(replica_id)  # it leaves: another may come in its place
                 continue
-            full |= [refusal]
+            full[replica_id] = outcome
             if not self._ledger.can_place(self._avoided.beside(full.keys())):
                 break
         reason = next(reversed(full.values())).reason
@@ -224,7 +225,7 @@ class Generation:
         times = self._times.start_leg(time.monotonic())
         outputs = {index: self._outputs[index] for index in part.indexes}
         leg = Leg(outputs, times, self._try_take, partial(self._go_on, part, sent.request_id))
-        self._ledger.follow(sent.request_id, leg.follower)
+        self._ledger.follow(sent.request_id, leg)
         try:
             refusal = await leg.see_through(self._place(sent, query, self._deadline_s), self._placement_timeout_s)
             times.end = leg.end if refusal is None else "refused"

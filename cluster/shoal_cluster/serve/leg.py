@@ -61,7 +61,7 @@ class Output:
     is_done: bool = False
 
 
-class Leg:
+class Leg(Follower):
     """Follows a placed request, for the sequences in ``outputs`` (by index), to its end on one replica.
 
     Args:
@@ -87,13 +87,12 @@ class Leg:
         self._is_handed_back = False  # it had begun there
         self._failure = ""  # the error by which that replica does not run it
         self._prefilled: set[int] = set()  # sequences that have their first token and go on elsewhere
-        self._routed: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
+        self._taken: asyncio.Future[None] = loop.create_future()  # done when a replica has taken the request
         self._ended: asyncio.Future[None] = loop.create_future()  # done when it has finished, or is refused or lost
         self._outputs = outputs
         self.times = times
-        self._take = take
+        self._pass_on = take
         self._go_on = go_on
-        self.follower = Follower(self._on_routed, self._on_delta, self._on_refused, self._finish)
 
     @property
     def is_done(self) -> bool:
@@ -129,11 +128,11 @@ class Leg:
         self, outcome: asyncio.Future[Outcome], sent: asyncio.Future[None], placement_timeout_s: float
     ) -> None:
         """Wait until a replica has taken the request, or the leg has ended before that."""
-        await _first(outcome, self._routed, self._ended, sent)
+        await _first(outcome, self._taken, self._ended, sent)
         if outcome.done() and not sent.done():
             outcome.result()  # it was never sent; the client is told why
-        await _first(outcome, self._routed, self._ended, timeout_s=placement_timeout_s)
-        if not (outcome.done() or self._routed.done() or self._ended.done()):
+        await _first(outcome, self._taken, self._ended, timeout_s=placement_timeout_s)
+        if not (outcome.done() or self._taken.done() or self._ended.done()):
             raise Unavailable(f"no replica could take the request within {placement_timeout_s:g} s")
 
     def _refused_by(self, outcome: asyncio.Future[Outcome]) -> Outcome | None:
@@ -158,17 +157,22 @@ class Leg:
             await _first(self._ended, timeout_s=GRACE_S)
         return f"replica {self.replica_id} ended the request early"
 
-    def _on_routed(self, replica_id: str, is_taken: bool) -> None:
+    # As a Follower
+
+    def sent_to(self, replica_id: str) -> None:
         if replica_id != self.replica_id or self._sent_s is None:
             self._sent_s = time.monotonic()
         self.replica_id = self.times.replica_id = replica_id
-        if is_taken and not self._routed.done():
-            self.times.routed_s = self._sent_s
-            self._routed.set_result(None)
 
-    def _on_delta(self, replica_id: str, delta: TokenDelta) -> None:
-        if not self._routed.done():
-            self._on_routed(replica_id, True)
+    def taken_by(self, replica_id: str) -> None:
+        self.sent_to(replica_id)
+        if not self._taken.done():
+            self.times.routed_s = self._sent_s
+            self._taken.set_result(None)
+
+    def take(self, replica_id: str, delta: TokenDelta) -> None:
+        if not self._taken.done():
+            self.taken_by(replica_id)
         output = self._outputs[delta.index]
         if output.is_done:
             return
@@ -181,14 +185,14 @@ class Leg:
             if delta.finish_reason is FinishReason.PREFILLED:
                 self._prefilled.add(delta.index)
                 delta = msgspec.structs.replace(delta, finish_reason=None)
-            self._take(self.times, replica_id, delta)
+            self._pass_on(self.times, replica_id, delta)
             if self.is_done and not self._ended.done():
                 self._finish()
                 if any(not self._outputs[index].is_done for index in self._prefilled):
                     self.end = "prefilled"
                     self._go_on(self, replica_id)
 
-    def _on_refused(self, replica_id: str, refused: Refused) -> None:
+    def refused(self, replica_id: str, refused: Refused) -> None:
         self.replica_id = replica_id
         if refused.is_failed:
             self.is_replica_gone, self._failure = True, f"replica {replica_id}: {refused.reason}"
@@ -196,6 +200,10 @@ class Leg:
             self._is_handed_back = True
         else:
             self._refusal = Outcome(True, refused.reason, refused.field, is_full=refused.is_full)
+        self._finish()
+
+    def lost(self, replica_id: str) -> None:
+        self.sent_to(replica_id)
         self._finish()
 
     @property

@@ -10,11 +10,11 @@ import numpy as np
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, OPEN_SLOTS, ROOM
 from shoal_cluster.policies.ranking import is_eligible
-from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.block_sources import ALL, BlockSources
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.request_id import call_of
+from shoal_cluster.serve.sent_requests import SentRequests
 
 LOOK_S = 0.1  # how often a few requests are moved: those before have arrived by then, and count where they went
 MAX_AT_ONCE = 4
@@ -25,8 +25,7 @@ class Moves:
     gateway's ledger.
 
     Args:
-        feeds, replica_of, dispatched: the ledger's own: feeds by replica id; the replica of each request, by its id;
-            and its routing record.
+        feeds: the ledger's own, by replica id.
         sources: who gives blocks, and where those of the requests that move stay.
     """
 
@@ -34,14 +33,12 @@ class Moves:
         self,
         view: ClusterView,
         feeds: Mapping[str, FeedClient],
-        replica_of: Mapping[str, str],
-        dispatched: Mapping[str, RouteRecord],
+        sent: SentRequests,
         sources: BlockSources,
     ) -> None:
         self._view = view
         self._feeds = feeds
-        self._replica_of = replica_of
-        self._dispatched = dispatched
+        self._sent = sent
         self._sources = sources
         self._asked: set[str] = set()
         self._next_s = 0.0
@@ -74,10 +71,10 @@ class Moves:
         feed, num_asked = self._feeds.get(replica_id), 0
         if feed is None or not feed.is_open:
             return
-        for request_id in [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]:
-            if (record := self._dispatched.get(request_id)) is None:
+        for request_id, sent in self._sent.at(replica_id):
+            if sent.record is None or request_id in self._asked:
                 continue
-            query = replace(record.query, phase="")  # it goes on anywhere
+            query = replace(sent.record.query, phase="")  # it goes on anywhere
             num_blocks = query.num_blocks_needed + -(-query.decode_steps // query.block_size)
             fits = is_eligible(query, cluster) & (room >= num_blocks) & (slots >= 1)
             if not fits.any():

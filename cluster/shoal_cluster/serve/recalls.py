@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Set
 
-from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.journal import EventKind, Journal
+from shoal_cluster.serve.sent_requests import SentRequest, SentRequests
 from shoal_replica.stats import ReplicaStats
 
 LOOK_EVERY_S = 0.2
@@ -20,8 +20,7 @@ class Recalls:
     """Owner: the gateway's ledger.
 
     Args:
-        feeds, replica_of, dispatched: the ledger's own: feeds by replica id; the replica of each request, by its id;
-            and its routing record.
+        feeds: the ledger's own, by replica id.
         can_place: whether a replica other than the given ones takes requests.
 
     Attributes:
@@ -33,16 +32,14 @@ class Recalls:
         self,
         view: ClusterView,
         feeds: Mapping[str, FeedClient],
-        replica_of: Mapping[str, str],
-        dispatched: Mapping[str, RouteRecord],
+        sent: SentRequests,
         can_place: Callable[[Set[str]], bool],
         journal: Journal,
     ) -> None:
         self.stalls = Stalls(view)
         self.on_stall: Callable[[], None] = lambda: None
         self._feeds = feeds
-        self._replica_of = replica_of
-        self._dispatched = dispatched
+        self._sent = sent
         self._can_place = can_place
         self._journal = journal
         self._asked: set[str] = set()
@@ -78,18 +75,18 @@ class Recalls:
         """
         if (feed := self._feeds.get(replica_id)) is None or not self._can_place({replica_id}):
             return 0
-        there = [r for r, where in self._replica_of.items() if where == replica_id and r not in self._asked]
-        request_ids = [r for r in there if self._can_move(r, replica_id)]
+        there = [(request_id, sent) for request_id, sent in self._sent.at(replica_id) if request_id not in self._asked]
+        request_ids = [request_id for request_id, sent in there if self._can_move(sent, replica_id)]
         for request_id in request_ids:
             self._asked.add(request_id)
             feed.recall(request_id)
         return len(request_ids)
 
-    def _can_move(self, request_id: str, replica_id: str) -> bool:
+    def _can_move(self, sent: SentRequest, replica_id: str) -> bool:
         """Whether a request has another replica to go to: one that takes requests and has not refused it or handed it
         back before.
         """
-        record = self._dispatched.get(request_id)
+        record = sent.record
         return record is None or not record.query.excluded or self._can_place(record.query.excluded | {replica_id})
 
     def forget(self, request_id: str) -> None:

@@ -1,69 +1,99 @@
-"""What this gateway has sent to replicas, and where a Serve call that follows a request must go."""
+"""What this gateway has sent to replicas, who is told what becomes of it, and where a Serve call for it must go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.feed_messages import Refused
+from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import TokenDelta
 
 
-@dataclass(frozen=True, slots=True)
 class Follower:
-    """Callbacks for what becomes of a placed request.
+    """Is told what becomes of a request. This one does not care."""
+
+    def sent_to(self, replica_id: str) -> None:
+        """It is on its way to that replica."""
+
+    def taken_by(self, replica_id: str) -> None:
+        """That replica has taken it."""
+
+    def take(self, replica_id: str, delta: TokenDelta) -> None:
+        """That replica has computed tokens."""
+
+    def refused(self, replica_id: str, refused: Refused) -> None:
+        """That replica does not run it after all."""
+
+    def lost(self, replica_id: str) -> None:
+        """The feed of that replica, which had it or was about to get it, has broken."""
+
+
+@dataclass(slots=True)
+class SentRequest:
+    """A request that is about to be placed, on its way or at a replica.
 
     Attributes:
-        on_routed: it is on its way to this replica, or (True) the replica has taken it.
-        on_delta: this replica has computed tokens.
-        on_refused: this replica does not run it after all.
-        on_lost: the replica's feed has broken.
+        record: why it was sent where it was; None before.
+        replica_id: the replica that it is at, or was submitted to; empty before.
+        submitted_to: the replica on whose feed it was submitted, if it was.
+        is_ranked: Serve has been told where its call must go.
     """
 
-    on_routed: Callable[[str, bool], None]
-    on_delta: Callable[[str, TokenDelta], None]
-    on_refused: Callable[[str, Refused], None]
-    on_lost: Callable[[], None]
+    follower: Follower
+    record: RouteRecord | None = None
+    replica_id: str = ""
+    submitted_to: str = ""
+    is_ranked: bool = False
 
 
 class SentRequests:
-    """The requests that are on their way or at a replica. Owner: the gateway's ledger.
-
-    Attributes:
-        records: why each request was sent where it was.
-    """
+    """All requests that somebody follows, by id. Owner: the gateway's ledger."""
 
     def __init__(self) -> None:
-        self.records: dict[str, RouteRecord] = {}
-        self._ranked: set[str] = set()  # those whose ranking Serve has been given
-        self._submitted: dict[str, str] = {}  # the replica on whose feed each request was submitted
+        self._requests: dict[str, SentRequest] = {}
 
-    def submit(self, request_id: str, replica_id: str) -> None:
-        """Note that a request was submitted on that replica's feed."""
-        self._submitted[request_id] = replica_id
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def replica_of(self, request_id: str) -> str | None:
-        """The replica on whose feed the request was submitted."""
-        return self._submitted.get(request_id)
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __iter__(self) -> Iterator[tuple[str, SentRequest]]:
+        return iter(self._requests.items())
+
+    def follow(self, request_id: str, follower: Follower) -> None:
+        """Raises InvalidArgument if a request with that id is followed already."""
+        if request_id in self._requests:
+            raise InvalidArgument("request_id", request_id, "must not be that of a running request")
+        self._requests[request_id] = SentRequest(follower)
+
+    def get(self, request_id: str) -> SentRequest | None:
+        """None if nobody follows a request with that id."""
+        return self._requests.get(request_id)
+
+    def pop(self, request_id: str) -> SentRequest | None:
+        """Forget a request that is over at this gateway."""
+        return self._requests.pop(request_id, None)
+
+    def at(self, replica_id: str) -> list[tuple[str, SentRequest]]:
+        """The requests at a replica, or submitted to it, in the order in which they were followed."""
+        return [(request_id, sent) for request_id, sent in self._requests.items() if sent.replica_id == replica_id]
 
     def ranks(self, request_id: str, decide: Callable[[RouteQuery], RouteDecision]) -> tuple[str, ...]:
-        """Where the call must go, best first: to the replica that has the request, else as decided. When Serve asks
+        """Where Serve's call must go, best first: to the replica that has the request, else as decided. When Serve asks
         again because no replica took the call, a new decision is made.
         """
-        if (replica_id := self._submitted.get(request_id)) is not None:
-            return (replica_id,)
-        if (record := self.records.get(request_id)) is None:
+        if (sent := self._requests.get(request_id)) is None:
             return ()
-        if request_id in self._ranked:
-            return decide(record.query.anew()).ranked
-        self._ranked.add(request_id)
-        return record.decision.ranked
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that is over at this gateway."""
-        self.records.pop(request_id, None)
-        self._ranked.discard(request_id)
-        self._submitted.pop(request_id, None)
+        if sent.submitted_to:
+            return (sent.submitted_to,)
+        if sent.record is None:
+            return ()
+        if sent.is_ranked:
+            return decide(sent.record.query.anew()).ranked
+        sent.is_ranked = True
+        return sent.record.decision.ranked

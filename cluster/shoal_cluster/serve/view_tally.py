@@ -55,19 +55,16 @@ class ViewTally:
         self._pending[query.request_id] = (query, replicas)
         self._ages_s.append(max(0.0, replicas.now - replicas.updated_s.item(place)))
 
-    def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> bool:
-        """A token has come. Returns whether it is the first of a noted placement; later ones do not count."""
-        if request_id not in self._pending:
-            return False
-        if (pending := self._pending.pop(request_id)) is None:
-            return True
+    def take(self, request_id: str, replica_id: str, num_cached_tokens: int) -> None:
+        """A token has come. Only the first one of a noted placement counts."""
+        if (pending := self._pending.pop(request_id, None)) is None:
+            return
         query, replicas = pending
         if replica_id in replicas.replica_ids:
             predicted = predicted_tokens(query, replicas.matched_by(replica_id))
             found = num_cached_tokens - num_cached_tokens % query.block_size
             for place, amount in enumerate((1, query.num_prompt_tokens, predicted, found)):
                 self._sums[place] += amount
-        return True
 
     def leave_out(self, request_id: str) -> None:
         """A placed request may be given blocks by another replica: what it finds cached says nothing of the view."""

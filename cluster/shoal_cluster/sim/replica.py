@@ -40,11 +40,11 @@ class FeedMessage(msgspec.Struct, frozen=True):
     requests that gateways (by id) hold and mean to send here.
     """
 
-    stats: ReplicaStats | None
-    stored: tuple[BlockHash, ...]
-    removed: tuple[BlockHash, ...]
-    added: tuple[str, ...]
-    deltas: tuple[TokenDelta, ...]
+    stats: ReplicaStats | None = None
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    added: tuple[str, ...] = ()
+    deltas: tuple[TokenDelta, ...] = ()
     promised: tuple[Promise, ...] = ()
     wishes: tuple[tuple[str, Wish], ...] = ()
     in_flight: tuple[tuple[str, int], ...] = ()
@@ -204,7 +204,7 @@ class SimReplica:
 
     def _tell_promises(self, in_flight: tuple[tuple[str, int], ...] = ()) -> None:
         self._is_telling = False
-        self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes, in_flight))
+        self.publish(self, FeedMessage(promised=tuple(self._promised), wishes=self._wishes, in_flight=in_flight))
 
     def hand_back(self, request_id: str) -> bool:
         """Give up a request if none of it has been computed; return whether it was given up."""
@@ -231,7 +231,7 @@ class SimReplica:
     def crash(self) -> None:
         """The process dies: messages already sent still arrive, nothing follows."""
         untold = tuple(self.scheduler.abort_all())  # tokens of finished steps
-        self.publish(self, FeedMessage(None, (), (), (), untold))
+        self.publish(self, FeedMessage(deltas=untold))
         self.publish = lambda replica, message: None
         if self._is_stepping:
             self.busy_s += self._loop.now - self._began_s
@@ -248,12 +248,20 @@ class SimReplica:
         self._promised.clear()
         now = self._loop.now
         stats = self.scheduler.stats(now, self._step_s, self.draining, self.busy_s, self._pace.told(now))
-        blocks = tuple(stored), tuple(removed)
-        self.publish(self, FeedMessage(stats, *blocks, added, deltas, (), self._wishes, landed=landed))
+        message = FeedMessage(
+            stats=stats,
+            stored=tuple(stored),
+            removed=tuple(removed),
+            added=added,
+            deltas=deltas,
+            wishes=self._wishes,
+            landed=landed,
+        )
+        self.publish(self, message)
 
     def beat(self) -> None:
         """Send a heartbeat: alive, and the last stats still hold."""
-        self.publish(self, FeedMessage(None, (), (), (), (), tuple(self._promised), self._wishes))
+        self.publish(self, FeedMessage(promised=tuple(self._promised), wishes=self._wishes))
 
     def ended(self) -> EndedReplica:
         """The final state, at the end of a run. Asserts the invariants and that no block is allocated."""

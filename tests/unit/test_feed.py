@@ -17,8 +17,9 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.serve import feed as feed_module
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_client import MIN_REDIAL_S, FeedClient
-from shoal_cluster.serve.feed_messages import Abort, Promise, Snapshot, Subscribe, Update, frame
+from shoal_cluster.serve.feed_messages import Abort, Promise, Snapshot, Subscribe, Update
 from shoal_cluster.serve.outcome import Outcome
+from shoal_replica.frames import frame
 from shoal_replica.request import FinishReason
 from shoal_replica.testing import expected_tokens, make_request
 

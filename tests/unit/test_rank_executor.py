@@ -23,7 +23,8 @@ from shoal_replica.config import CacheConfig, EngineConfig, ParallelConfig
 from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, EngineDead
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput, finish
-from shoal_replica.ranks.channel import MAX_FRAME_BYTES, FromRank, Hello, Ready, frame
+from shoal_replica.frames import frame
+from shoal_replica.ranks.channel import MAX_FRAME_BYTES, FromRank, Hello, Ready
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankProcess
 from shoal_replica.request import FinishReason, Request

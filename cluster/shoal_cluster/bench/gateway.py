@@ -19,7 +19,7 @@ from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.call import Chunk, GenerateCall
 from shoal_cluster.serve.call_observer import CallObserver
-from shoal_cluster.serve.feed_messages import LENGTH_BYTES, Snapshot, Update, frame
+from shoal_cluster.serve.feed_messages import Snapshot, Update
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.generation import Generation
@@ -30,6 +30,7 @@ from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.rows import ModelCard
 from shoal_replica.checkpoint import ensure_checkpoint
+from shoal_replica.frames import LENGTH_BYTES, frame
 from shoal_replica.request import FinishReason, Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
 from shoal_replica.tokenizer import Tokenizer

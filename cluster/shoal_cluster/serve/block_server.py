@@ -14,10 +14,10 @@ from shoal_cluster.serve.block_wire import (
     receive,
     send_blocks,
 )
-from shoal_cluster.serve.feed_messages import frame
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.block_exchange import BlockExchange
 from shoal_replica.errors import ShoalError
+from shoal_replica.frames import frame
 
 MAX_AT_ONCE = 8
 """So many replicas are given blocks at a time; more get none, and compute."""

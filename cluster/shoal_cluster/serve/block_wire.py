@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal_cluster.serve.feed_messages import LENGTH_BYTES, frame
 from shoal_replica.executor import BlockPart
+from shoal_replica.frames import LENGTH_BYTES, body_bytes, frame
 from shoal_replica.prefix_cache import BlockHash
 
 PIECE_BYTES = 2 * 2**20
@@ -72,7 +72,5 @@ async def receive(reader: asyncio.StreamReader, kind: type[Message]) -> Message:
     """A message. Raises EOFError or OSError if the other is gone, ConnectionError or ValueError if it is no such
     message.
     """
-    size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    if size > MAX_FRAME_BYTES:
-        raise ConnectionError(f"a frame of {size} bytes is over {MAX_FRAME_BYTES}")
+    size = body_bytes(await reader.readexactly(LENGTH_BYTES), MAX_FRAME_BYTES)
     return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)

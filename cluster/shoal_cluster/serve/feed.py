@@ -37,12 +37,12 @@ from shoal_cluster.serve.feed_messages import (
     ToldWish,
     Wishes,
     Withdraw,
-    frame,
     frames_from_gateway,
     put,
 )
 from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.engine import Engine
+from shoal_replica.frames import frame
 from shoal_replica.reports import StepReport
 from shoal_replica.request import Request, TokenDelta
 

@@ -10,7 +10,6 @@ import msgspec
 
 from shoal_cluster.serve import feed_messages
 from shoal_cluster.serve.feed_messages import (
-    LENGTH_BYTES,
     MAX_REQUEST_BYTES,
     Abort,
     Answer,
@@ -27,11 +26,11 @@ from shoal_cluster.serve.feed_messages import (
     Update,
     Wishes,
     Withdraw,
-    frame,
     frames_from_replica,
     put,
 )
 from shoal_replica.errors import Unavailable
+from shoal_replica.frames import LENGTH_BYTES, frame
 from shoal_replica.request import Request
 
 TOKEN_BYTES = 3  # of a token id in msgpack, for most of a large vocabulary; others take 1, 2 or 5

@@ -1,16 +1,15 @@
-"""The messages between replicas and gateways on the feed. Frames are msgpack behind a four-byte length."""
+"""The messages between replicas and gateways on the feed, in frames."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from typing import Generic, TypeVar
 
 import msgspec
 
 from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.wishes import Wish
+from shoal_replica.frames import FrameReader
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.stats import ReplicaStats
@@ -22,7 +21,6 @@ SILENCE_S = 5.0
 MAX_FRAME_BYTES = 256 * 2**20  # a snapshot of millions of blocks
 MAX_REQUEST_BYTES = 64 * 2**10  # a longer request travels by Serve's call alone
 MAX_GATEWAY_FRAME_BYTES = 32 * 2**20  # some thousand adapters with their sources
-LENGTH_BYTES = 4
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
@@ -212,17 +210,9 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 FromGateway = Subscribe | Submit | Abort | Recall | Promise | Withdraw | Wishes | Ask
 FromReplica = Snapshot | Update | Refused | Answer
-Message = TypeVar("Message")
 
-_encoder = msgspec.msgpack.Encoder()
 _from_gateway = msgspec.msgpack.Decoder(FromGateway)
 _from_replica = msgspec.msgpack.Decoder(FromReplica)
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message as it is sent."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def put(transport: asyncio.Transport, data: bytes) -> bool:
@@ -233,39 +223,6 @@ def put(transport: asyncio.Transport, data: bytes) -> bool:
         return False
     transport.write(data)
     return True
-
-
-def _frame_size(length: bytes | bytearray, max_bytes: int) -> int:
-    """The size of the frame, from its length prefix. Raises ConnectionError if it is over ``max_bytes``."""
-    size = int.from_bytes(length, "big")
-    if size > max_bytes:
-        raise ConnectionError(f"a feed frame of {size} bytes is over {max_bytes}")
-    return size
-
-
-class FrameReader(Generic[Message]):
-    """Takes bytes as they arrive and yields the messages that are complete."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Message], max_bytes: int) -> None:
-        self._decode = decoder.decode
-        self._max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    def take(self, data: bytes) -> Iterator[Message]:
-        """Raises ConnectionError if a frame is too large, msgspec.DecodeError if it holds no message."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        try:
-            while len(buffer) - start >= LENGTH_BYTES:
-                body = start + LENGTH_BYTES
-                end = body + _frame_size(buffer[start:body], self._max_bytes)
-                if len(buffer) < end:
-                    return
-                start = end
-                yield self._decode(buffer[body:end])
-        finally:
-            del buffer[:start]
 
 
 def frames_from_gateway() -> FrameReader[FromGateway]:

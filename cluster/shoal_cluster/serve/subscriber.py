@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from shoal_cluster.policies.wishes import Wish
-from shoal_cluster.serve.feed_messages import InFlight, Promise, Promised, ToldWish, Update, frame, put
+from shoal_cluster.serve.feed_messages import InFlight, Promise, Promised, ToldWish, Update, put
+from shoal_replica.frames import frame
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.reports import StepReport
 from shoal_replica.request import TokenDelta

@@ -6,11 +6,14 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-LENGTH_BYTES, CHUNK_BYTES = 4, 2**18
+from shoal_replica.frames import FrameReader, frame
+
+CHUNK_BYTES, MAX_BYTES = 2**18, 2**31
 
 SPIN_S = 0.002
 """How long a reader polls before it blocks: a wake-up takes as long as a whole window."""
@@ -35,9 +38,8 @@ class Channel(Generic[Message]):
         self._poll = select.poll()
         self._poll.register(side, select.POLLIN | select.POLLOUT)
         self._spin_s = SPIN_S if num_cores() > 1 else 0.0
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(kind).decode
-        self._come = b""
+        self._reader: FrameReader[Message] = FrameReader(msgspec.msgpack.Decoder(kind), MAX_BYTES)
+        self._come: deque[Message] = deque()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message, and read incoming data while the send buffer is full: two ends that both only write would
@@ -46,8 +48,7 @@ class Channel(Generic[Message]):
         Raises:
             EOFError, ConnectionError: the other end is gone.
         """
-        body = self._encode(message)
-        rest = memoryview(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+        rest = memoryview(frame(message))
         while rest:
             try:
                 rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
@@ -58,14 +59,9 @@ class Channel(Generic[Message]):
 
     def receive(self) -> Message:
         """Wait for the next message. Raises as ``send`` does."""
-        while len(self._come) < LENGTH_BYTES:
+        while not self._come:
             self._take()
-        end = LENGTH_BYTES + int.from_bytes(self._come[:LENGTH_BYTES], "big")
-        while len(self._come) < end:
-            self._take()
-        body, self._come = self._come[LENGTH_BYTES:end], self._come[end:]
-        message: Message = self._decode(body)
-        return message
+        return self._come.popleft()
 
     def _take(self) -> None:
         give_up_s = time.perf_counter() + self._spin_s
@@ -80,4 +76,4 @@ class Channel(Generic[Message]):
                     os.sched_yield()  # on busy cores the other process may be waiting for this one
         if not come:
             raise EOFError("the other process has gone")
-        self._come += come
+        self._come.extend(self._reader.take(come))

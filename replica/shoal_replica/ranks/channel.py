@@ -1,6 +1,6 @@
 """The TCP connection between a replica's engine and one of its ranks: typed messages in frames.
 
-Frames are msgpack with a four-byte length prefix; nothing is ever unpickled. A rank must know the replica's key.
+A rank must know the replica's key.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 
@@ -17,6 +18,7 @@ import msgspec
 from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
 from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
+from shoal_replica.frames import FrameReader, frame
 
 MAX_FRAME_BYTES = 256 * 2**20
 READ_BYTES = 2**16
@@ -141,39 +143,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 ToRank = Setup | Step | Load | Unload | ReadBlocks | WriteBlocks | Stop
 FromRank = Hello | Ready | Refused | Blocks | Pulse | Done | Failed
 
-_encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    body = _encoder.encode(message)
-    return len(body).to_bytes(4, "big") + body
-
-
-class FrameReader:
-    """Splits a stream of bytes into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def push(self, data: bytes) -> list[bytes]:
-        """The frames that ``data`` completes.
-
-        Raises:
-            ConnectionError: a frame is longer than MAX_FRAME_BYTES.
-        """
-        self._buffer += data
-        frames = []
-        while len(self._buffer) >= 4:
-            end = 4 + int.from_bytes(self._buffer[:4], "big")
-            if end > MAX_FRAME_BYTES:
-                raise ConnectionError(f"a frame of {end} bytes is over {MAX_FRAME_BYTES}")
-            if len(self._buffer) < end:
-                break
-            frames.append(bytes(self._buffer[4:end]))
-            del self._buffer[:end]
-        return frames
 
 
 class EngineLink:
@@ -183,8 +154,8 @@ class EngineLink:
         self._socket = socket.create_connection((address.host, address.port), timeout_s)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(None)
-        self._reader = FrameReader()
-        self._pending: list[bytes] = []
+        self._reader = FrameReader(_to_rank, MAX_FRAME_BYTES)
+        self._pending: deque[ToRank] = deque()
         self._lock = threading.Lock()
 
     def send(self, message: FromRank) -> None:
@@ -202,8 +173,8 @@ class EngineLink:
             data = self._socket.recv(READ_BYTES)
             if not data:
                 raise ConnectionError("the engine has closed the channel")
-            self._pending = self._reader.push(data)
-        return _to_rank.decode(self._pending.pop(0))
+            self._pending.extend(self._reader.take(data))
+        return self._pending.popleft()
 
     def close(self) -> None:
         self._socket.close()
@@ -231,7 +202,7 @@ class RankLink:
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(timeout_s)
-        self._reader = FrameReader()
+        self._reader = FrameReader(_from_rank, MAX_FRAME_BYTES)
         while not (messages := self.read()):
             pass  # until the frame is complete
         if not isinstance(messages[0], Hello):
@@ -256,8 +227,7 @@ class RankLink:
             raise ConnectionError("closed")
         self.heard_s = monotonic()
         messages: list[FromRank] = []
-        for body in self._reader.push(data):
-            message = _from_rank.decode(body)
+        for message in self._reader.take(data):
             if isinstance(message, Pulse):
                 self._note(message)
             else:

@@ -15,6 +15,7 @@ from shoal_replica.adapter import AdapterConfig
 from shoal_replica.config import EngineConfig
 from shoal_replica.errors import ConfigError, EngineDead, ShoalError
 from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
+from shoal_replica.frames import frame
 from shoal_replica.ranks.blame import stuck_ranks
 from shoal_replica.ranks.channel import (
     Blocks,
@@ -31,7 +32,6 @@ from shoal_replica.ranks.channel import (
     Stop,
     Unload,
     WriteBlocks,
-    frame,
     readable,
 )
 from shoal_replica.ranks.launcher import RankLauncher, RankProcess

@@ -21,11 +21,12 @@ from fixtures.waiting import DEADLINE_S, until
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
 from shoal_cluster.serve.call import GenerateCall
-from shoal_cluster.serve.feed_messages import Submit, frame, frames_from_gateway
+from shoal_cluster.serve.feed_messages import Submit, frames_from_gateway
 from shoal_cluster.serve.http import openai_whole
 from shoal_cluster.serve.trace_context import TraceContext
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, ResourceExhausted, Unavailable
+from shoal_replica.frames import frame
 from shoal_replica.sampling_defaults import DEFAULTED
 from shoal_replica.sampling_params import SamplingParams
 from shoal_replica.structured_output import StructuredOutput

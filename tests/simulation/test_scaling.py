@@ -13,7 +13,8 @@ import pytest
 from shoal_cluster.policies.autoscaling_baselines import SCALINGS, Scaling
 from shoal_cluster.sim.arrivals import SHAPES, SQUARE_HALF_S, arrivals
 from shoal_cluster.sim.cluster import SimCluster
-from shoal_cluster.sim.scaling_run import num_returns, plan, run, run_scaling, small_replica
+from shoal_cluster.sim.run import run
+from shoal_cluster.sim.scaling_run import num_returns, plan, run_scaling, scaling_report, small_replica
 from shoal_cluster.sim.workload import SimRequest
 
 STARTUP_S = 30.0
@@ -87,7 +88,7 @@ def test_random_scale_downs_lose_nothing(drain_timeout_s: float) -> None:
     cluster = SimCluster(config)
     assert cluster.scaler is not None
     cluster.scaler.decide = lambda view, state, config, now: (rng.randint(2, 12), None)
-    report = run(cluster, requests)
+    report = scaling_report(run(cluster, requests, is_watched=True))
     counts = [count for _, count in cluster.scaler.changes]
     num_downs = sum(before - after for before, after in pairwise(counts) if after < before)
     num_resumes = sum(o.num_resumes for o in cluster.book.outcomes.values())

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from fixtures.cluster_views import make_row
@@ -18,9 +19,10 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.transfer_pace import FORGET_S, START_S, TransferPace
 from shoal_cluster.serve import block_fetcher, block_server
 from shoal_cluster.serve.block_wire import MAX_FRAME_BYTES, BlocksWanted, Coming, receive, receive_blocks, send_blocks
-from shoal_cluster.serve.feed_messages import BlockSource, Subscribe, frame
+from shoal_cluster.serve.feed_messages import BlockSource, Subscribe
 from shoal_replica import guest_table
 from shoal_replica.executor import BlockPart
+from shoal_replica.frames import frame
 from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.testing import expected_tokens, make_request
 
@@ -278,8 +280,9 @@ async def test_a_turn_that_does_not_come_is_not_the_other_replicas_fault(monkeyp
 def test_one_slow_transfer_is_forgotten() -> None:
     pace = TransferPace(0.0007)
     pace.take(2, 0.405, now=100.0)
-    assert not pace.is_worth(64, 64 * 0.016, now=100.0)
-    assert pace.is_worth(64, 64 * 0.016, now=100.0 + 5 * FORGET_S)
+    is_worth = partial(pace.is_worth, 64, 0, has_begun=False, block_compute_s=0.016)
+    assert not is_worth(now=100.0)
+    assert is_worth(now=100.0 + 5 * FORGET_S)
     pace.take(64, START_S + 64 * 0.0001, now=10_000.0)
     assert pace.block_s(now=10_100.0) == pytest.approx(0.0007 - 0.3 * 0.0006)  # a faster one is not
 

@@ -9,9 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
+from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending import PendingQueue
 from shoal_cluster.policies.ranking import Amounts, is_eligible
 from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.view import ClusterView
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 60.0
@@ -173,6 +176,21 @@ class AdmissionRecord(NamedTuple):
         if self.waited_s is not None:
             return stay(self.query, self.replicas, self.limits, self.waited_s, self.queued, self.deadline_in_s)
         return (keep if self.was_last else admit)(self.query, self.replicas, self.limits, self.queued)
+
+
+def overflow(
+    queue: PendingQueue, queued: Queued, view: ClusterView, limits: AdmissionLimits, now: float
+) -> tuple[PendingRequest, AdmissionRecord] | None:
+    """The request that must leave because more is held than may be, and why: the last in order, whichever came last.
+    ``queued`` is all that the gateways hold, with this one's others.
+    """
+    if len(queue) < 2 or not queued.may_be_full(limits) or (last := queue.last()) is None:
+        return None
+    candidates = view.candidates(last.query.block_hashes, now)
+    admission = keep(last.query, candidates, limits, queued)
+    if admission.admitted:
+        return None
+    return last, AdmissionRecord(last.query, candidates, limits, queued, admission, was_last=True)
 
 
 def misfit(query: RouteQuery, candidates: Candidates) -> str:

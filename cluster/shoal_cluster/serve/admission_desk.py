@@ -13,9 +13,9 @@ from shoal_cluster.policies.admission import (
     AdmissionRecord,
     Queued,
     admit,
-    keep,
     lateness_s,
     misfit,
+    overflow,
     stay,
 )
 from shoal_cluster.policies.candidates import Candidates
@@ -76,15 +76,11 @@ class AdmissionDesk:
         """The request that must leave because more is held than may be, and what its client is told: the last in order,
         whichever came last.
         """
-        limits, num_others = self.limits, len(self._queue) - 1
-        queued = self._at_all_gateways(self._queue.num_tokens, num_others)
-        if not num_others or not queued.may_be_full(limits) or (last := self._queue.last()) is None:
+        queued = self._at_all_gateways(self._queue.num_tokens, len(self._queue) - 1)
+        found = overflow(self._queue, queued, self._ledger.view, self.limits, time.monotonic())
+        if found is None:
             return None
-        candidates = self._ledger.view.candidates(last.query.block_hashes, time.monotonic())
-        admission = keep(last.query, candidates, limits, queued)
-        if admission.admitted:
-            return None
-        record = AdmissionRecord(last.query, candidates, limits, queued, admission, was_last=True)
+        last, record = found
         return last, self._error(record, last)
 
     def time_left_s(self, pending: PendingRequest) -> float:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 
-from shoal_cluster.policies.transfer_pace import TransferPace
+from shoal_cluster.policies.transfer_pace import TransferPace, usable_blocks
 from shoal_cluster.serve.block_wire import READ_BYTES, BlocksWanted, receive_blocks
-from shoal_cluster.serve.feed_messages import BlockSource, frame
+from shoal_cluster.serve.feed_messages import BlockSource
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.engine import Engine
 from shoal_replica.errors import EngineDead, ShoalError, Unavailable
+from shoal_replica.frames import frame
 from shoal_replica.prefix_cache import BlockHash
 from shoal_replica.request import Request
 
@@ -58,12 +59,13 @@ class BlockFetcher:
             return 0
         now, wanted = time.monotonic(), self._wanted(request, source)
         self._failed = {address: at for address, at in self._failed.items() if now - at < RETRY_S}
-        num_blocks = self._engine.blocks.num_missing(wanted)
-        if not num_blocks or (source.host, source.port) in self._failed:
+        num_missing = self._engine.blocks.num_missing(wanted)
+        if (source.host, source.port) in self._failed:
             return 0
-        num_in_turn = self._num_blocks + num_blocks
-        compute_s = self._compute_s(num_in_turn if has_begun else num_blocks)
-        return len(wanted) if self._pace.is_worth(num_in_turn, compute_s, now) else 0
+        is_worth = self._pace.is_worth(
+            num_missing, self._num_blocks, has_begun=has_begun, block_compute_s=self._block_compute_s(), now=now
+        )
+        return len(wanted) if is_worth else 0
 
     def fetch(self, request: Request, source: BlockSource, finished: asyncio.Future[None]) -> None:
         """Begin to fetch the blocks of a held request, and release it once they are here, or will not come.
@@ -83,14 +85,14 @@ class BlockFetcher:
 
     async def _fetch(self, request: Request, source: BlockSource) -> None:
         wanted = self._wanted(request, source)
-        num_blocks = self._engine.blocks.num_missing(wanted)
-        compute_s = self._compute_s(num_blocks)
+        num_blocks, block_s = self._engine.blocks.num_missing(wanted), self._block_compute_s()
+        limit_s = UNKNOWN_S if block_s is None else max(LEAST_S, num_blocks * block_s)
         self._num_blocks += num_blocks
         began_s, has_time = time.monotonic(), False
         try:
             async with asyncio.timeout(MOST_S), self._turn:
                 has_time = time.monotonic() - began_s < MOST_S / 2  # else the turns before it are to blame, no source
-                async with asyncio.timeout(UNKNOWN_S if compute_s is None else max(LEAST_S, compute_s)):
+                async with asyncio.timeout(limit_s):
                     await self._take(wanted, source)
         except Unavailable as error:
             logger.debug("request %s: blocks could not be taken over: %s", request.request_id, error)
@@ -126,11 +128,9 @@ class BlockFetcher:
                 writer.transport.abort()
 
     def _wanted(self, request: Request, source: BlockSource) -> Hashes:
-        """The leading blocks that the source has and the request can use: its last token is always computed."""
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return request.block_hashes[: min(source.num_blocks, (num_tokens - 1) // self._engine.blocks.block_size)]
+        return usable_blocks(request, source.num_blocks, self._engine.blocks.block_size)
 
-    def _compute_s(self, num_blocks: int) -> float | None:
-        """Seconds to compute so many blocks; None if no prompt has been measured yet."""
+    def _block_compute_s(self) -> float | None:
+        """Seconds to compute a block; None if no prompt has been measured yet."""
         stats = self._engine.stats()
-        return num_blocks * stats.block_size * stats.token_s if stats.token_s else None
+        return stats.block_size * stats.token_s if stats.token_s else None

@@ -9,15 +9,15 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from shoal_cluster.policies.admission import NOTHING_QUEUED, Queued, admit, keep, lateness_s, misfit, stay
-from shoal_cluster.policies.baselines import USE_SENT_BLOCKS, place
+from shoal_cluster.policies.admission import NOTHING_QUEUED, Queued, admit, lateness_s, misfit, overflow, stay
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
-from shoal_cluster.policies.memory import RoutingMemory
+from shoal_cluster.policies.named_placement import placement_by
 from shoal_cluster.policies.pending import PendingQueue
 from shoal_cluster.policies.phases import Kind, PhaseRule
 from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import RouteQuery, priced_steps, uncached_blocks, uncached_tokens
+from shoal_cluster.policies.routing import route
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.stall import Stalls
 from shoal_cluster.policies.view import ClusterView
@@ -78,7 +78,7 @@ class SimGateway:
         self._book = book
         self.targets = targets
         self._rng = rng
-        self._memory = RoutingMemory()
+        self._named = placement_by(config.routing)
         self._stalls = Stalls(view, pause_s=math.inf)  # a simulated gateway itself never pauses
         self._slowness = Slowness(view)
         rule = PhaseRule(self.queue, config.objective.ttft_s, config.num_gateways)
@@ -111,14 +111,12 @@ class SimGateway:
             self._look_whether_late(request.request_id, query)
 
     def _push_out(self, queue: PendingQueue) -> None:
-        """Refuse the last request in order if more is held than may be; see ``AdmissionDesk.overflow``."""
-        limits, num_others = self._config.limits, len(queue) - 1
-        queued = Queued(queue.num_tokens, num_others).at_all(self._config.num_gateways)
-        if not num_others or not queued.may_be_full(limits) or (last := queue.last()) is None:
-            return
-        admission = keep(last.query, self.view.candidates((), self._loop.now), limits, queued)
-        if not admission.admitted:
-            self._refuse(last.query.request_id, admission.reason)
+        """Refuse the last request in order if more is held than may be."""
+        queued = Queued(queue.num_tokens, len(queue) - 1).at_all(self._config.num_gateways)
+        found = overflow(queue, queued, self.view, self._config.limits, self._loop.now)
+        if found is not None:
+            last, record = found
+            self._refuse(last.query.request_id, record.admission.reason)
 
     def _look_whether_late(self, request_id: str, query: RouteQuery) -> None:
         """Refuse a held request once it can no longer meet its objective, if the limits have one; until then, check
@@ -206,7 +204,8 @@ class SimGateway:
     def lose(self, replica_id: str) -> None:
         """A replica is gone, and with it all prompts in flight there."""
         self.view.leave(replica_id)
-        self._memory.forget(replica_id)
+        if self._named is not None:
+            self._named.forget(replica_id)
         self._phases.roles.look(self._loop.now)
         self._credit.lose(replica_id)
 
@@ -293,12 +292,15 @@ class SimGateway:
 
     def _place(self, query: RouteQuery, candidates: Candidates) -> None:
         config = self._config
-        recalled = self._memory.recall(query, candidates)
-        decision = place(config.routing, query, candidates, config.weights, self._rng, recalled)
+        if self._named is None:
+            decision = route(query, candidates, config.weights, self._rng)
+        else:
+            decision = self._named.rule_for(query, candidates).decide(query, candidates, config.weights, self._rng)
         self._book.num_decisions += 1
         for replica_id in decision.ranked:
             if self._send(query, replica_id, candidates):
-                self._memory.note(query, replica_id, with_blocks=config.routing in USE_SENT_BLOCKS)
+                if self._named is not None:
+                    self._named.note(query, replica_id)
                 return
         self._refuse(query.request_id, decision.reason if not decision.ranked else "every replica refused")
 

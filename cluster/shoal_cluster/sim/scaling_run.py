@@ -13,9 +13,9 @@ from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import PrefillTime
 from shoal_cluster.sim.cluster import SimCluster
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
-from shoal_cluster.sim.conservation import check_conservation
 from shoal_cluster.sim.latency import StepTime
 from shoal_cluster.sim.report import Distribution
+from shoal_cluster.sim.run import run
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.config import CacheConfig, SchedulerConfig
 
@@ -65,16 +65,12 @@ def small_replica(plan: ScalingPlan, *, held: bool = True) -> SimConfig:
 
 def run_scaling(config: SimConfig, requests: Sequence[SimRequest]) -> tuple[ScalingReport, SimCluster]:
     """Run ``requests`` under ``config.scaling`` to the last token; return the report and the cluster."""
-    cluster = SimCluster(config)
-    return run(cluster, requests), cluster
+    cluster = run(SimCluster(config), requests, is_watched=True)
+    return scaling_report(cluster), cluster
 
 
-def run(cluster: SimCluster, requests: Sequence[SimRequest]) -> ScalingReport:
-    """Run ``requests`` through a new cluster with autoscaling, to the last token."""
-    for request in requests:
-        cluster.arrive(request)
-    cluster.loop.run()
-    check_conservation(cluster)
+def scaling_report(cluster: SimCluster) -> ScalingReport:
+    """The report of a finished run with autoscaling."""
     scaling = cluster.config.scaling
     assert scaling is not None
     assert cluster.scaler is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from shoal_cluster.policies.block_offer import BlockOffer
-from shoal_cluster.policies.transfer_pace import TransferPace
+from shoal_cluster.policies.transfer_pace import TransferPace, usable_blocks
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_replica.errors import Unavailable
 from shoal_replica.guest_table import GuestTable
@@ -47,14 +47,16 @@ class Transfers:
         blocks will be, 0 if it is to be computed.
         """
         kv = taker.kv
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        wanted = request.block_hashes[: min(offer.num_blocks, (num_tokens - 1) // kv.block_size)]
-        num_missing, now = kv.num_missing(wanted), self._loop.now
-        num_in_turn = num_missing + round(max(0.0, self._free_s - now) / self._pace.block_s(now))
-        num_instead = num_in_turn if request.output_token_ids else num_missing
-        compute_s = num_instead * kv.block_size * token_s if token_s else None
+        wanted, now = usable_blocks(request, offer.num_blocks, kv.block_size), self._loop.now
+        is_worth = self._pace.is_worth(
+            kv.num_missing(wanted),
+            round(max(0.0, self._free_s - now) / self._pace.block_s(now)),
+            has_begun=bool(request.output_token_ids),
+            block_compute_s=kv.block_size * token_s if token_s else None,
+            now=now,
+        )
         giver = self._replicas.get(offer.replica_id)
-        if giver is None or not num_missing or not self._pace.is_worth(num_in_turn, compute_s, now):
+        if giver is None or not is_worth:
             return 0
         here = GuestTable(kv, wanted)
         try:

@@ -174,7 +174,8 @@ class Engine:
                 await self._idle.wait()
         except TimeoutError:
             return False
-        self._scheduler.check_invariants()
+        if self._failure is None:
+            self._scheduler.check_invariants()
         return True
 
     async def stop(self) -> None:

@@ -133,3 +133,34 @@ async def test_who_leaves_the_queue_and_comes_again_under_the_same_id_gets_a_tur
         made.executor.gate.set()
         assert (await again).tokens == [expected_tokens(PROMPT, 4)]
         await first
+
+
+async def test_a_call_that_can_go_nowhere_any_more_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve would ask on and on where it must go, one of the few for which it does so at a time; the request goes on
+    at the replica that Serve stops.
+    """
+    monkeypatch.setattr(serve_placement, "CALL_AFTER_S", 0.0)
+    async with serving("a") as serve:
+        made, dispatcher, calls = serve.replicas["a"], serve.hold(), list[asyncio.Future[Outcome]]()
+
+        def send(request: Request, source: object) -> Response:
+            calls.append(asyncio.get_running_loop().create_future())
+            return Response(calls[-1])
+
+        def place(request: Request, query: RouteQuery, deadline_s: float) -> ServePlacement:
+            pending = PendingRequest(query=query, arrival_s=0.0)
+            return ServePlacement(serve.ledger, dispatcher, request, pending, cast("Any", send))
+
+        serve.place = place  # type: ignore[method-assign, assignment]
+        made.executor.gate.clear()
+        running = asyncio.create_task(ask(serve, prompt_token_ids=PROMPT))
+        await until(lambda: bool(calls) and made.executor.is_held)
+        assert serve.ledger.ranks("call") == ("a",)
+        serve.leave("a")
+        assert serve.ledger.ranks("call") == ()
+        assert calls[0].cancelled()
+        made.executor.gate.set()
+        answer = await running
+        assert answer.tokens == [expected_tokens(PROMPT, 4)]
+        assert answer.usage.num_resumes == 0
+        serve.replicas["a"] = made

@@ -70,7 +70,7 @@ class GatewayLedger:
         self.sources = BlockSources()
         self.recalls = Recalls(self.view, self._feeds, self.sent, self.can_place, self.journal)
         self._moves = Moves(self.view, self._feeds, self.sent, self.sources)
-        self.routes = RouteLog()
+        self.routes = RouteLog(is_running=self.sent.__contains__)
         self.view_tally = ViewTally()
         self._changed = asyncio.Event()
 
@@ -109,7 +109,7 @@ class GatewayLedger:
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
         """Where Serve's call for a dispatched request must go, best first. Serve asks until a replica takes it."""
-        return self.sent.ranks(request_id, self.decide)
+        return self.sent.ranks(request_id, self._members, self.decide)
 
     def decide(self, query: RouteQuery) -> RouteDecision:
         """Route a request, reserve its blocks on the best replica and keep the record."""
@@ -167,6 +167,7 @@ class GatewayLedger:
     def unfollow(self, request_id: str) -> None:
         """The request is over for this gateway: drop its reservation. Unknown ids are ignored."""
         sent = self.sent.pop(request_id)
+        self.routes.end(request_id)
         self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
@@ -326,10 +327,8 @@ class GatewayLedger:
 
     def _where(self, request_id: str, sent: SentRequest) -> str | None:
         """The replica that has a request, or that it is on its way to by Serve's call alone."""
-        if sent.replica_id:
-            return sent.replica_id
         reservation = self.view.reservation(request_id)
-        return reservation.replica_id if reservation is not None else None
+        return sent.replica_id or (reservation.replica_id if reservation is not None else None)
 
     def _close_unused_feed(self, replica_id: str) -> None:
         if not self.sent.at(replica_id) and (feed := self._feeds.pop(replica_id, None)) is not None:

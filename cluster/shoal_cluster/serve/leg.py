@@ -173,11 +173,13 @@ class Leg(Follower):
     def take(self, replica_id: str, delta: TokenDelta) -> None:
         if not self._taken.done():
             self.taken_by(replica_id)
-        output = self._outputs[delta.index]
-        if output.is_done:
+        output = self._outputs.get(delta.index)
+        if output is None or output.is_done:
             return
         if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            self.is_replica_gone = True  # it is stopping, or its engine has failed: the call goes on elsewhere
+            self.is_replica_gone = True  # the call goes on elsewhere
+            why = "stops" if delta.finish_reason is FinishReason.ABORT else "has failed"
+            self._failure = f"the engine of replica {replica_id} {why}"
             self._finish()
         elif delta.position != len(output.token_ids):
             self._finish()

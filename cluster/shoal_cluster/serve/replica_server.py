@@ -149,8 +149,8 @@ class ReplicaServer:
         """
         if hasattr(self, "_feed"):
             stats = self._engine.stats()
+            await self._engine.drain(self._drain_timeout_s)  # idle or not: what comes from now on is refused
             if stats.num_running + stats.num_waiting:
-                await self._engine.drain(self._drain_timeout_s)
                 await asyncio.sleep(LAST_WORDS_S)  # the blocks of those that have moved are fetched
             await self._adapters.close()
             if hasattr(self, "_fetcher") and self._fetcher is not None:

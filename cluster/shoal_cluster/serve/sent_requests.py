@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from shoal_cluster.policies.route_decision import RouteDecision
@@ -41,6 +41,7 @@ class SentRequest:
         replica_id: the replica that it is at, or was submitted to; empty before.
         submitted_to: the replica on whose feed it was submitted, if it was.
         is_ranked: Serve has been told where its call must go.
+        withdraw_call: takes Serve's call back, while one has been made.
     """
 
     follower: Follower
@@ -48,6 +49,7 @@ class SentRequest:
     replica_id: str = ""
     submitted_to: str = ""
     is_ranked: bool = False
+    withdraw_call: Callable[[], None] | None = None
 
 
 class SentRequests:
@@ -83,14 +85,21 @@ class SentRequests:
         """The requests at a replica, or submitted to it, in the order in which they were followed."""
         return [(request_id, sent) for request_id, sent in self._requests.items() if sent.replica_id == replica_id]
 
-    def ranks(self, request_id: str, decide: Callable[[RouteQuery], RouteDecision]) -> tuple[str, ...]:
+    def ranks(
+        self, request_id: str, members: Container[str], decide: Callable[[RouteQuery], RouteDecision]
+    ) -> tuple[str, ...]:
         """Where Serve's call must go, best first: to the replica that has the request, else as decided. When Serve asks
-        again because no replica took the call, a new decision is made.
+        again because no replica took the call, a new decision is made. A call for a replica that is no member any more
+        is withdrawn, as Serve would ask on and on, and let other calls wait: the request goes on there without one.
         """
         if (sent := self._requests.get(request_id)) is None:
             return ()
-        if sent.submitted_to:
+        if sent.submitted_to in members:
             return (sent.submitted_to,)
+        if sent.submitted_to:
+            if sent.withdraw_call is not None:
+                sent.withdraw_call()
+            return ()
         if sent.record is None:
             return ()
         if sent.is_ranked:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.held import PendingRequest
@@ -74,9 +74,10 @@ class ServePlacement:
     def cancel(self, *, has_ended: bool = False) -> None:
         if has_ended:
             self._take_back = None
+        self._give_up()  # at once: its id may be reused before the task has ended
         if self._task is not None:
             self._task.cancel()
-        self._dispatcher.leave(self._pending)  # at once: its id may be reused before the task has ended
+        self._dispatcher.leave(self._pending)
 
     async def _run(self, waiter: Waiter) -> Outcome:
         if not self._is_submitted:
@@ -89,17 +90,36 @@ class ServePlacement:
         if self._take_back is not None:
             await asyncio.sleep(random.uniform(CALL_AFTER_S, 2 * CALL_AFTER_S))  # what came together is called apart
             if self._submitted_to not in self._ledger.view:
-                await asyncio.get_running_loop().create_future()  # Serve lets nobody call it: its leg cancels this
+                await self._until_cancelled()
+        return await self._call()
+
+    async def _call(self) -> Outcome:
+        """Serve's call. Once Serve has stopped the replica before the call went there, it is withdrawn."""
         response = self._send(self._request, self._source)
         self.is_called = True
+
+        def withdraw() -> None:
+            self.is_called = False
+            response.cancel()
+
+        if (sent := self._ledger.sent.get(self._request.request_id)) is not None:
+            sent.withdraw_call = withdraw
         if not self.sent.done():
             self.sent.set_result(None)
         try:
             outcome: Outcome = await response
-        except asyncio.CancelledError:
+        except BaseException:
+            task = asyncio.current_task()
+            if not self.is_called and task is not None and not task.cancelling():
+                await self._until_cancelled()
             response.cancel()
             raise
         return outcome
+
+    async def _until_cancelled(self) -> NoReturn:
+        """Serve lets nobody call the replica, where the request goes on: its leg cancels this."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody sets the result")
 
     def _submit(self, dispatch: Dispatch) -> None:
         due_in_s = dispatch.due_s - time.monotonic()  # hosts' clocks differ: the replica counts from its own now
@@ -116,5 +136,11 @@ class ServePlacement:
         """Clean up, also after a task that was cancelled before it began."""
         if not waiter.turn.done():
             self._dispatcher.leave(self._pending)
-        if self._take_back is not None and (task.cancelled() or task.exception() is not None):
-            self._take_back()  # the call has failed: the request must not go on without it
+        if task.cancelled() or task.exception() is not None:
+            self._give_up()  # the call has failed: the request must not go on without it
+
+    def _give_up(self) -> None:
+        """Abort the request where it was submitted, unless it has ended there."""
+        if self._take_back is not None:
+            take_back, self._take_back = self._take_back, None
+            take_back()

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
-from shoal_cluster.commands.sim_progress import Progress
+from shoal_cluster.commands.sim_run import find_fewest, find_speed, run_once
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.routing import RouteWeights
-from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, MAX_REPLICAS, MAX_SPEED, find_capacity, find_replicas
-from shoal_cluster.sim.cluster import SimCluster
+from shoal_cluster.sim.capacity import DEFAULT_GOODPUT, MAX_REPLICAS
 from shoal_cluster.sim.config import ScalingPlan, SimConfig
 from shoal_cluster.sim.faults import parse_faults
 from shoal_cluster.sim.fit import fit_step_time
 from shoal_cluster.sim.latency import StepTime
-from shoal_cluster.sim.plot import check_plot, plot_run
-from shoal_cluster.sim.report import to_json
-from shoal_cluster.sim.run import report, run
-from shoal_cluster.sim.timeline import Timeline
+from shoal_cluster.sim.plot import check_plot
 from shoal_cluster.sim.traces import TRACE_FORMATS, read_trace
 from shoal_cluster.sim.workload import SimRequest, repeat, speed_up
 from shoal_replica.config import SCHEDULING_POLICIES, CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError
 
-PLOT_INTERVAL_S = 10.0
 WEIGHTS = RouteWeights()
 STARTUP_S = 30.0
 MAX_STARTUP_S = 86_400.0
@@ -158,9 +152,6 @@ def sim(
     """Replay a request trace on a simulated cluster: times to first token, goodput, hits, balance; or plan capacity."""
     rule = _one_of("routing", routing, ROUTINGS)
     is_held = rule == OWN_RULE if hold is None else hold
-    prices = {"prefill_price": prefill_price, "decode_price": decode_price}
-    given_prices = {name: price for name, price in prices.items() if price is not None}
-    other_rule = rule != OWN_RULE
     _check_together(
         find_replicas=least,
         find_capacity=capacity,
@@ -178,19 +169,13 @@ def sim(
     )
     if not 0 < goodput <= 1:
         raise ConfigError(f"goodput: got {goodput!r}; must be above 0 and at most 1")
-    for name, value in (("seconds", seconds), ("transfer_rate", transfer_rate)):
-        if value == math.inf:
-            raise ConfigError(f"{name}: got {value!r}; must be finite")
-    if is_held and other_rule:
+    if is_held and rule != OWN_RULE:
         raise ConfigError(f"--hold cannot be combined with --routing {rule}: only predicted_ttft places held requests")
-    if given_prices and other_rule:
-        option = _option(min(given_prices))
-        raise ConfigError(f"{option} cannot be combined with --routing {rule}: only predicted_ttft has prices")
+    weights = _weights(rule, prefill_price=prefill_price, decode_price=decode_price)
     if plot is not None:
         check_plot(plot)
     step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
-    policy = _one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES)
     config = SimConfig(
         num_replicas=replicas,
         # No partial reuse: traces tell prompts apart by whole blocks only.
@@ -201,25 +186,25 @@ def sim(
             enable_partial_reuse=False,
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=_one_of("order", order or ("deadline" if is_held else "fcfs"), SCHEDULING_POLICIES),
         ),
         step_time=step_time,
         routing=rule,
-        weights=RouteWeights(**given_prices),
+        weights=weights,
         limits=AdmissionLimits(objective=objective if shed_late else None, pair_s=step_time.prefill.pair_s),
         hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
         scaling=_scaling(scale, STARTUP_S if startup is None else startup),
         num_gateways=gateways,
         has_shared_pool=shared_pool,
-        transfer_s=None if transfer_rate is None else block_size / transfer_rate,
+        transfer_s=None if transfer_rate is None else block_size / _finite("transfer_rate", transfer_rate),
         prefill_share=prefill_share,
         objective=objective,
         faults=parse_faults(fault or (), 1 if least else replicas),  # --find-replicas starts with one replica
         seed=seed,
     )
-    arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
-    arrivals = repeat([r for r in arrivals if seconds is None or r.arrival_s <= seconds], rounds)
-    arrivals = speed_up(arrivals, speed)
+    arrivals = _arrivals(trace, trace_format, requests, seconds, rounds, speed)
     settings = {
         **asdict(config),
         "trace": trace.name,
@@ -230,12 +215,14 @@ def sim(
         "speed": speed,
         "faults": fault or [],
     }
+    told = settings if as_json else None
     if least:
         del settings["num_replicas"]  # that is what the search looks for
-    if capacity or least:
-        _plan(config, arrivals, goodput, least, speed, settings if as_json else None)
+        find_fewest(config, arrivals, goodput, told)
+    elif capacity:
+        find_speed(config, arrivals, goodput, speed, told)
     else:
-        _run(config, arrivals, plot, settings if as_json else None)
+        run_once(config, arrivals, plot, told)
 
 
 def _check_together(**given: bool) -> None:
@@ -253,62 +240,35 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _run(
-    config: SimConfig, arrivals: Sequence[SimRequest], plot: Path | None, settings: Mapping[str, object] | None
-) -> None:
-    """``settings``: everything the run depends on, to be printed with the report as JSON; None prints a summary."""
-    cluster = SimCluster(config)
-    timeline = Timeline(cluster, PLOT_INTERVAL_S) if plot is not None else None
-    with Progress(len(arrivals)) as bar:
-        cluster.loop.after(0.0, lambda: bar.follow(cluster, len(arrivals)))
-        run(cluster, arrivals, is_watched=timeline is not None)
-    result = report(cluster)
-    typer.echo(result.summary() if settings is None else to_json({**asdict(result), "settings": settings}))
-    if plot is not None and timeline is not None:
-        for path in plot_run(cluster, timeline, plot):
-            typer.echo(str(path), err=True)
-
-
-def _plan(
-    config: SimConfig,
-    arrivals: Sequence[SimRequest],
-    goodput: float,
-    least: bool,
-    speed: float,
-    settings: Mapping[str, object] | None,
-) -> None:
-    """``arrivals`` are already ``speed`` times as fast as the trace; speeds are printed relative to the trace itself.
-    ``settings`` as for ``_run``.
-    """
-
-    def on_probe(tried: float, is_carried: bool) -> None:
-        told = f"{tried} replicas" if least else f"{speed * tried:.4g} times the speed"
-        bar.say(f"{told}: {'carried' if is_carried else 'too much'}")
-
-    bar = Progress(len(arrivals))
-    found: dict[str, object] = {"routing": config.routing, "goodput": goodput}
-    with bar:
-        if least:
-            found["replicas"] = find_replicas(config, arrivals, goodput, on_probe=on_probe, tell=bar.show, ahead=True)
-        else:
-            found["capacity"] = speed * find_capacity(
-                config, arrivals, goodput, on_probe=on_probe, tell=bar.show, ahead=True
-            )
-    if settings is not None:
-        typer.echo(to_json({**found, "settings": settings}))
-    elif least:
-        count = found["replicas"]
-        typer.echo("1 replica carries it" if count == 1 else f"{count or 'no number of'} replicas carry it")
-    else:
-        end = ", and no more was tried" if found["capacity"] == speed * MAX_SPEED else ""
-        typer.echo(f"{found['capacity']:.3f} times the trace's speed is carried{end}")
-
-
 def _one_of(field: str, value: str, names: tuple[Name, ...]) -> Name:
     for name in names:
         if name == value:
             return name
     raise ConfigError(f"{field}: got {value!r}; must be one of {', '.join(names)}")
+
+
+def _finite(field: str, value: float) -> float:
+    if value == math.inf:
+        raise ConfigError(f"{field}: got {value!r}; must be finite")
+    return value
+
+
+def _weights(rule: str, **prices: float | None) -> RouteWeights:
+    """With the prices that are given, which only our own rule has."""
+    given = {name: price for name, price in prices.items() if price is not None}
+    if given and rule != OWN_RULE:
+        option = _option(min(given))
+        raise ConfigError(f"{option} cannot be combined with --routing {rule}: only predicted_ttft has prices")
+    return RouteWeights(**given)
+
+
+def _arrivals(
+    trace: Path, trace_format: str, requests: int | None, seconds: float | None, rounds: int, speed: float
+) -> list[SimRequest]:
+    """The part of the trace that is asked for, repeated and sped up."""
+    limit_s = None if seconds is None else _finite("seconds", seconds)
+    arrivals = read_trace(trace, _one_of("format", trace_format, TRACE_FORMATS), requests)
+    return speed_up(repeat([r for r in arrivals if limit_s is None or r.arrival_s <= limit_s], rounds), speed)
 
 
 def _scaling(text: str | None, startup_s: float) -> ScalingPlan | None:

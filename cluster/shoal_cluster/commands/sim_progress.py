@@ -14,7 +14,7 @@ from shoal_cluster.sim.cluster import SimCluster
 INTERVAL_S = 5.0  # of simulated time
 
 
-class Progress:
+class ProgressBar:
     """Shows on standard error, if that is a terminal, how many requests of a run have ended."""
 
     def __init__(self, num_requests: int) -> None:
@@ -44,7 +44,7 @@ class Progress:
         if num_open:
             cluster.loop.after(INTERVAL_S, lambda: self.follow(cluster, num_requests))
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         self._bar.start()
         return self
 

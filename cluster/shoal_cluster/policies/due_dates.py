@@ -36,22 +36,23 @@ class DueDates:
         self._by_urgency = by_urgency
         self._together_s = -math.inf  # when dates were made for all together
 
-    def renew(self, everybody: Collection[Held], begins_s: float, is_new: bool) -> None:
-        """Make due dates such that each can be met by itself. ``begins_s``: when a replica can begin with more work.
-        ``is_new``: the pace has changed. A lost request gets no earlier date here.
+    def renew_all(self, everybody: Collection[Held], begins_s: float) -> None:
+        """Make due dates anew, as the pace has changed: such that each can be met by itself. ``begins_s``: when a
+        replica can begin with more work. A lost request gets no earlier date here.
         """
-        if is_new:
-            for held in everybody:
-                self._date(held, begins_s)
-                if held.is_lost:
-                    held.not_before_s = held.due_s
-            self._by_urgency.move_all()
-        elif begins_s >= self._by_urgency.begins_by_s - EPSILON_S:
-            for held in self._by_urgency.that_begin_by(begins_s + EPSILON_S):
-                if held.due_s < begins_s + held.takes_s:
-                    self.note(held, begins_s)
-                    if held.is_lost:
-                        held.not_before_s = held.due_s
+        for held in everybody:
+            self._date(held, begins_s)
+            _keep_if_lost(held)
+        self._by_urgency.move_all()
+
+    def renew_missed(self, begins_s: float) -> None:
+        """The same for those alone that cannot be met any more."""
+        if begins_s < self._by_urgency.begins_by_s - EPSILON_S:
+            return
+        for held in self._by_urgency.that_begin_by(begins_s + EPSILON_S):
+            if held.due_s < begins_s + held.takes_s:
+                self.note(held, begins_s)
+                _keep_if_lost(held)
 
     def renew_together(
         self, everybody: Collection[Held], wishes: Sequence[PlacedWish], begins_s: float, replicas: Candidates
@@ -110,3 +111,9 @@ class DueDates:
         if due_s > arrival_s + length_s + EPSILON_S:
             due_s = self._objective.renewed_s(arrival_s, length_s, begins_s + takes_s)
         return Claim((group[0], group[1]), due_s, takes_s, arrival_s, length_s, is_over)
+
+
+def _keep_if_lost(held: Held) -> None:
+    """A lost request gets no earlier date until dates are made for all together."""
+    if held.is_lost:
+        held.not_before_s = held.due_s

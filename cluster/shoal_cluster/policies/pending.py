@@ -254,10 +254,11 @@ class PendingQueue:
         now = present.now
         begins_s = now + outlook.wait_s
         is_due = self._pace.is_due(now)  # asked first: ``look`` changes the answer
-        is_new = self._pace.look(present, now)
-        if is_new:
+        if self._pace.look(present, now):
             begins_s = now + plan.outlook(self._pace.token_s).wait_s
-        self._dates.renew(self._held.values(), begins_s, is_new)
+            self._dates.renew_all(self._held.values(), begins_s)
+        else:
+            self._dates.renew_missed(begins_s)
         if is_due:
             self._widen(now)
             if len(self._held) > 1:

@@ -19,7 +19,7 @@ from fixtures.waiting import until
 from safetensors.torch import load_file, save_file
 from tiny_models import load_oracle, make_checkpoint, make_prompts, oracle_greedy
 
-from shoal_cluster.serve.adapter_wishes import AdaptersTold, AdaptersWanted
+from shoal_cluster.serve.adapter_demand import AdaptersTold, AdaptersWanted
 from shoal_cluster.serve.replica_adapters import GRACE_S, LOOK_S, ReplicaAdapters
 from shoal_replica import LLM, AsyncLLM, SamplingParams
 from shoal_replica.adapter_folder import read_adapter

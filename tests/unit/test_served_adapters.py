@@ -16,7 +16,7 @@ from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.config import MAX_ADAPTERS
 from shoal_cluster.serve import served_adapters
-from shoal_cluster.serve.adapter_wishes import FORGET_S, AdaptersTold, AdaptersWanted, AdapterWishes
+from shoal_cluster.serve.adapter_demand import FORGET_S, AdapterDemand, AdaptersTold, AdaptersWanted
 from shoal_cluster.serve.call import Usage
 from shoal_cluster.serve.feed_messages import MAX_REQUEST_BYTES
 from shoal_cluster.serve.journal import Journal
@@ -168,19 +168,19 @@ async def test_a_replica_is_asked_until_it_has_nothing_that_nobody_wants() -> No
 
 def test_gateways_may_differ_for_a_while() -> None:
     now = [0.0]
-    wishes = AdapterWishes(lambda: now[0])
-    assert wishes.take(AdaptersWanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))
-    assert wishes.take(AdaptersWanted("new", {"x": "/2"}))
-    assert not wishes.take(
+    demand = AdapterDemand(lambda: now[0])
+    assert demand.take(AdaptersWanted("old", {"x": "/1", "y": "/y"}, ["x@1"]))
+    assert demand.take(AdaptersWanted("new", {"x": "/2"}))
+    assert not demand.take(
         AdaptersWanted("old", {"x": "/1", "y": "/y"}, ["x@1"])
-    )  # repeated: the newer wish still counts
-    assert (wishes.sources(), wishes.in_use()) == ({"x": "/2", "y": "/y"}, {"x@1"})
+    )  # repeated: the newer one still counts
+    assert (demand.sources(), demand.in_use()) == ({"x": "/2", "y": "/y"}, {"x@1"})
     now[0] = FORGET_S / 2
-    wishes.take(AdaptersWanted("new", {"x": "/2"}))
+    demand.take(AdaptersWanted("new", {"x": "/2"}))
     now[0] = FORGET_S + 1
-    assert (wishes.sources(), wishes.in_use()) == ({"x": "/2"}, set())
+    assert (demand.sources(), demand.in_use()) == ({"x": "/2"}, set())
     now[0] = 10 * FORGET_S
-    assert wishes.sources() == {"x": "/2"}  # without any gateway, nothing goes
+    assert demand.sources() == {"x": "/2"}  # without any gateway, nothing goes
 
 
 async def test_thousands_of_adapters_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

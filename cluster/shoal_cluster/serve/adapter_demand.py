@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 FORGET_S = 60.0
-"""A gateway's wish counts no longer when it has not been repeated for so long, if another gateway has one."""
+"""What a gateway asked for counts no longer if it has not been repeated for so long, and another one asks for some."""
 
 
 class AdaptersWanted(msgspec.Struct, frozen=True):
@@ -38,15 +38,15 @@ class AdaptersTold(msgspec.Struct, frozen=True):
     failures: dict[str, str] = {}
 
 
-class AdapterWishes:
-    """The wishes of all gateways, which Serve changes one after the other: for a while they may differ."""
+class AdapterDemand:
+    """What all gateways ask for, which Serve changes one after the other: for a while they may differ."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_gateway: dict[str, tuple[AdaptersWanted, float]] = {}  # the one whose wish has changed last comes last
+        self._by_gateway: dict[str, tuple[AdaptersWanted, float]] = {}  # who has changed last comes last
 
     def take(self, wanted: AdaptersWanted) -> bool:
-        """Note a gateway's wish. Returns whether it is another than before."""
+        """Note what a gateway asks for. Returns whether it is something else than before."""
         before, _ = self._by_gateway.get(wanted.gateway_id, (None, 0.0))
         if before is None or before.sources != wanted.sources:
             self._by_gateway.pop(wanted.gateway_id, None)
@@ -54,7 +54,7 @@ class AdapterWishes:
         return before != wanted
 
     def sources(self) -> Mapping[str, str]:
-        """What all of them together want; of two sources of a name, the newer wish's."""
+        """What all of them together want; of two sources of a name, the newer one."""
         self._forget()
         return {name: source for wanted, _ in self._by_gateway.values() for name, source in wanted.sources.items()}
 

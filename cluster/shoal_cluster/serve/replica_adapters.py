@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal_cluster.serve.adapter_wishes import AdaptersTold, AdaptersWanted, AdapterWishes
+from shoal_cluster.serve.adapter_demand import AdapterDemand, AdaptersTold, AdaptersWanted
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.adapter import VERSION_MARK, WEIGHTS_FILE, AdapterConfig, adapter_bytes, title
 from shoal_replica.adapter_folder import CONFIG_FILE
@@ -65,7 +65,7 @@ class ReplicaAdapters:
         self._config = config
         self._look_s = look_s
         self._clock = clock
-        self._wishes = AdapterWishes()
+        self._demand = AdapterDemand()
         self._current: dict[str, _Loaded] = {}
         self._unproven: set[str] = set()  # versions whose files may have changed while they were read
         self._idle_since_s: dict[str, float] = {}  # of versions that are not current
@@ -81,7 +81,7 @@ class ReplicaAdapters:
 
     def answer(self, question: bytes) -> bytes:
         """Take note of what a gateway wants, and tell what there is."""
-        if self._wishes.take(msgspec.msgpack.decode(question, type=AdaptersWanted)):
+        if self._demand.take(msgspec.msgpack.decode(question, type=AdaptersWanted)):
             self._news.set()
         current = {name: loaded.version for name, loaded in self._current.items()}
         return msgspec.msgpack.encode(AdaptersTold(current, sorted(self._versions()), self._failures))
@@ -113,7 +113,7 @@ class ReplicaAdapters:
 
     async def _tend(self) -> None:
         """Begin to load what is wanted and not current, and to free what has not been for long."""
-        sources = self._wishes.sources()
+        sources = self._demand.sources()
         now = self._clock()
         self._failures = {name: why for name, why in self._failures.items() if name in sources}
         self._retry = {of: at for of, at in self._retry.items() if of in sources.items()}
@@ -125,7 +125,7 @@ class ReplicaAdapters:
             if is_due and name not in self._loading and not await self._is_current(name, source):
                 task = asyncio.get_running_loop().create_task(self._load(name, source), name="shoal-adapter-comes")
                 self._loading[name] = task
-        kept = {loaded.version for loaded in self._current.values()} | self._wishes.in_use()
+        kept = {loaded.version for loaded in self._current.values()} | self._demand.in_use()
         self._idle_since_s = {v: self._idle_since_s.get(v, now) for v in self._versions() - kept}
         for version, since_s in self._idle_since_s.items():
             if now - since_s >= GRACE_S and version not in self._leaving:

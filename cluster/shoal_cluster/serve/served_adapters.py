@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from shoal_cluster.serve.adapter_wishes import AdaptersTold, AdaptersWanted
+from shoal_cluster.serve.adapter_demand import AdaptersTold, AdaptersWanted
 from shoal_cluster.serve.feed_messages import ADAPTERS
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind

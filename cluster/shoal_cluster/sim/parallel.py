@@ -48,7 +48,7 @@ class Orders(msgspec.Struct, tag="orders"):
     orders: list[Sent]
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class HandBack(msgspec.Struct, tag="ask"):
     """At ``time_s``, replica ``number`` is asked to hand a request back. ``orders``: what was sent before that."""
 
     orders: list[Sent]
@@ -67,8 +67,8 @@ class News(msgspec.Struct, tag="news"):
     news: list[tuple[float, int, FeedMessage]]
 
 
-class Answer(msgspec.Struct, tag="answer"):
-    """Answers ``Ask``: whether the replica has handed the request back."""
+class HandedBack(msgspec.Struct, tag="answer"):
+    """The answer to ``HandBack``: whether the replica has handed the request back."""
 
     is_given: bool
 
@@ -120,7 +120,7 @@ def run_beside(cluster: SimCluster) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()
-        fleet = _Fleet(Channel(here, News | Answer | Ended | Failed))
+        fleet = _Fleet(Channel(here, News | HandedBack | Ended | Failed))
         try:
             cluster.ended_beside = _serve_gateways(cluster, fleet)
         except (EOFError, ConnectionError) as gone:
@@ -138,10 +138,10 @@ def run_beside(cluster: SimCluster) -> None:
 class _Fleet:
     """The replicas in the other process. ``orders`` are requests that have not been passed on yet."""
 
-    def __init__(self, channel: Channel[News | Answer | Ended | Failed]) -> None:
+    def __init__(self, channel: Channel[News | HandedBack | Ended | Failed]) -> None:
         self.orders: list[Sent] = []
         self._channel = channel
-        self._news: deque[News] = deque()  # received while waiting for an Answer
+        self._news: deque[News] = deque()  # received while waiting for an HandedBack
 
     def end_window(self) -> None:
         self._channel.send(Orders(self.orders))
@@ -149,9 +149,9 @@ class _Fleet:
 
     def ask(self, time_s: float, number: int, request_id: str) -> bool:
         """Ask replica ``number`` to hand a request back; return whether it has."""
-        self._channel.send(Ask(self.orders, time_s, number, request_id))
+        self._channel.send(HandBack(self.orders, time_s, number, request_id))
         self.orders.clear()
-        while not isinstance(message := self._receive(), Answer):
+        while not isinstance(message := self._receive(), HandedBack):
             assert isinstance(message, News)
             self._news.append(message)
         return message.is_given
@@ -177,7 +177,7 @@ class _Fleet:
                     return message.why
         return "it ended without a word; there may have been no memory left for it"
 
-    def _receive(self) -> News | Answer | Ended:
+    def _receive(self) -> News | HandedBack | Ended:
         message = self._channel.receive()
         if isinstance(message, Failed):
             raise RuntimeError(f"the process of the replicas has failed: {message.why}")
@@ -232,7 +232,7 @@ def _serve_gateways(cluster: SimCluster, fleet: _Fleet) -> list[EndedReplica]:
 def _step_replicas(cluster: SimCluster, there: socket.socket, here: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its end
     here.close()
-    channel: Channel[Orders | Ask | Stop] = Channel(there, Orders | Ask | Stop)
+    channel: Channel[Orders | HandBack | Stop] = Channel(there, Orders | HandBack | Stop)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
             _obey(cluster, channel)
@@ -242,7 +242,7 @@ def _step_replicas(cluster: SimCluster, there: socket.socket, here: socket.socke
             channel.send(Failed(traceback.format_exc()))
 
 
-def _obey(cluster: SimCluster, channel: Channel[Orders | Ask | Stop]) -> None:
+def _obey(cluster: SimCluster, channel: Channel[Orders | HandBack | Stop]) -> None:
     loop, requests, block_size = cluster.loop, cluster.book.requests, cluster.config.cache.block_size
     replicas = list(cluster.replicas.values())
     news: list[tuple[float, int, FeedMessage]] = []
@@ -260,9 +260,9 @@ def _obey(cluster: SimCluster, channel: Channel[Orders | Ask | Stop]) -> None:
             loop.run_until(sent_s)
             request = requests[order.request_id]
             replicas[number].place(order, request, request.block_hashes(block_size))
-        if isinstance(message, Ask):
+        if isinstance(message, HandBack):
             loop.run_until(message.time_s)
-            channel.send(Answer(replicas[message.number].hand_back(message.request_id)))
+            channel.send(HandedBack(replicas[message.number].hand_back(message.request_id)))
             continue
         window += 1
         loop.run_until(window * window_s)

@@ -20,7 +20,7 @@ from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
 from shoal_cluster.serve.call import Chunk, Usage
 from shoal_cluster.serve.http.encoding import encode
-from shoal_cluster.serve.http.messages_answers import Answer
+from shoal_cluster.serve.http.messages_answers import GrowingMessage
 from shoal_cluster.serve.http.messages_types import MessagesRequest
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import DeadlineExceeded, EngineDead, InvalidArgument, ResourceExhausted, Unavailable
@@ -467,7 +467,7 @@ async def test_keys_come_in_either_header(http: httpx.AsyncClient, core: FakeGat
 async def test_arguments_that_are_no_object(arguments: str, told: dict[str, Any] | None) -> None:
     """A call that was cut, or that JSON cannot spell, is told as it came, in an object, which clients rely on."""
     told = {"INVALID_JSON": arguments} if told is None else told
-    answer = Answer(MessagesRequest(**ASKED), "id", MODEL, MAX_MODEL_LEN)
+    answer = GrowingMessage(MessagesRequest(**ASKED), "id", MODEL, MAX_MODEL_LEN)
     answer.take(Chunk(index=0, tool_calls=(CallPiece(0, "", "c", "f"), CallPiece(0, arguments))))
     answer.take(Chunk(index=0, finish_reason=FinishReason.LENGTH))
     assert answer.body()["content"] == [{"type": "tool_use", "input": told, "id": "c", "name": "f"}]
@@ -486,7 +486,7 @@ async def test_why_an_answer_was_cut(num_prompt: int, num_output: int, told: str
     usage = Usage(
         num_prompt_tokens=num_prompt, num_cached_tokens=0, num_output_tokens=num_output, replica_id="r", ttft_s=0.0
     )
-    answer = Answer(MessagesRequest(**ASKED), "id", MODEL, MAX_MODEL_LEN)
+    answer = GrowingMessage(MessagesRequest(**ASKED), "id", MODEL, MAX_MODEL_LEN)
     answer.take(Chunk(index=0, finish_reason=FinishReason.LENGTH, usage=usage))
     assert answer.body()["stop_reason"] == told
 

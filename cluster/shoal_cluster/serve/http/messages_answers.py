@@ -23,7 +23,7 @@ GROWTH = {
 }
 
 
-class Answer:
+class GrowingMessage:
     """One message as it comes into being. ``take`` returns the events of a chunk; ``body`` is the whole so far."""
 
     def __init__(self, body: MessagesRequest, request_id: str, model: str, max_model_len: int) -> None:
@@ -117,9 +117,9 @@ class Answer:
         return {"stop_reason": "tool_use" if has_called else "end_turn", "stop_sequence": None}
 
 
-def new_message(core: GatewayCore, body: MessagesRequest, request_id: str, model: str, tells: bool) -> Answer:
+def new_message(core: GatewayCore, body: MessagesRequest, request_id: str, model: str, tells: bool) -> GrowingMessage:
     """An answer to ``body`` that is empty yet, for ``GrowingAnswers``."""
-    return Answer(body, request_id, model, core.model_card(body.model).max_model_len)
+    return GrowingMessage(body, request_id, model, core.model_card(body.model).max_model_len)
 
 
 def _object(arguments: str) -> Json:

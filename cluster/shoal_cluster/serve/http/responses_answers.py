@@ -18,7 +18,7 @@ from shoal_replica.request import FinishReason
 REASONING_ID, CALL_ID = "rs_", "fc_"
 
 
-class Response:
+class GrowingResponse:
     """One response as it comes into being. ``take`` returns the events of a chunk; ``body`` is the whole so far."""
 
     def __init__(
@@ -168,9 +168,9 @@ class Response:
 
 def new_response(
     shape: ChatShape, core: GatewayCore, body: ResponsesRequest, request_id: str, model: str, tells: bool
-) -> Response:
+) -> GrowingResponse:
     """An answer to ``body`` that is empty yet, for ``GrowingAnswers``."""
-    return Response(body, request_id, model, shape, tells=tells)
+    return GrowingResponse(body, request_id, model, shape, tells=tells)
 
 
 def _head(body: ResponsesRequest, request_id: str, model: str) -> Json:

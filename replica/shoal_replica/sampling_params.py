@@ -101,6 +101,27 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        self._make_tuples()
+        self._check_length()
+        if self.logit_bias:
+            self._check_logit_bias()
+            object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+        self._check_numbers()
+        self._check_stops()
+        if self.truncate_prompt_tokens not in (None, -1):
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_INTEGER)
+        if self.allowed_token_ids or self.bad_words or self.bad_token_ids:
+            self._check_choice()
+        if self.structured_output is not None:
+            self._check_structure()
+        if self.beam_width > 1:
+            self._check_beam_search()
+        elif self.length_penalty != 1.0 or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise InvalidArgument(name, getattr(self, name), "needs beam search: a beam_width of at least 2")
+
+    def _make_tuples(self) -> None:
+        """Of what may be given as a single string, a list or a mapping."""
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         for name in ("stop", "bad_words"):
@@ -109,6 +130,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"):
             if type(value := getattr(self, name)) is not tuple:
                 object.__setattr__(self, name, as_tuple(name, value))
+
+    def _check_length(self) -> None:
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, None)
             if self.max_tokens > MAX_INTEGER:
@@ -116,9 +139,8 @@ class SamplingParams:
         check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
-        if self.logit_bias:
-            self._check_logit_bias()
-            object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+
+    def _check_numbers(self) -> None:
         check_number("temperature", self.temperature, 0.0, LARGEST, "must be a finite number of at least 0")
         check_integer("top_k", self.top_k, 0, MAX_TOP_K)
         check_number("top_p", self.top_p, SMALLEST, 1.0, "must be in (0, 1]")
@@ -134,6 +156,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 check_integer(name, count, 0, MAX_LOGPROBS)
+        check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        check_number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
+
+    def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidArgument("stop", self.stop, f"must have at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
@@ -144,24 +171,13 @@ class SamplingParams:
             raise InvalidArgument("stop_token_ids", f"{len(self.stop_token_ids)} ids", limit)
         for token_id in self.stop_token_ids:
             check_integer("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
-        if self.truncate_prompt_tokens not in (None, -1):
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_INTEGER)
-        if self.allowed_token_ids or self.bad_words or self.bad_token_ids:
-            self._check_choice()
-        if self.structured_output is not None and self.ignore_eos:
-            raise InvalidArgument("ignore_eos", True, "contradicts structured output, which ends when it is complete")
-        if self.structured_output is not None and self.min_tokens:
-            raise InvalidArgument(
-                "min_tokens", self.min_tokens, "contradicts structured output, which ends when it is complete"
-            )
-        check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-        check_number("length_penalty", self.length_penalty, low, high, f"must be in [{low:g}, {high:g}]")
-        if self.beam_width > 1:
-            self._check_beam_search()
-        elif self.length_penalty != 1.0 or self.early_stopping:
-            name = "early_stopping" if self.early_stopping else "length_penalty"
-            raise InvalidArgument(name, getattr(self, name), "needs beam search: a beam_width of at least 2")
+
+    def _check_structure(self) -> None:
+        limit = "contradicts structured output, which ends when it is complete"
+        if self.ignore_eos:
+            raise InvalidArgument("ignore_eos", True, limit)
+        if self.min_tokens:
+            raise InvalidArgument("min_tokens", self.min_tokens, limit)
 
     def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:

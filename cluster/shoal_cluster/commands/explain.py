@@ -31,32 +31,42 @@ def explain(
     """Show every routing decision made for a request, replayed here from its record, or that it is held or was refused.
     With --scaling, show the recorded scaling decisions instead.
     """
+    if scaling and request_id is not None:
+        raise typer.BadParameter("give a request id or --scaling, not both")
+    if scaling:
+        _explain_scaling(address, as_json)
+    elif request_id is not None:
+        _explain_route(address, request_id, as_json)
+    else:
+        raise typer.BadParameter("give a request id or --scaling")
+
+
+def _explain_scaling(address: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    row = asyncio.run(_fetch_scaling(address))
+    decisions = row.records if row.current is None else (*row.records, row.current)
+    if as_json:
+        from shoal_cluster.serve.dashboard.scaling import encode_decision
+
+        typer.echo(json.dumps([encode_decision(decision) for decision in decisions], indent=2))
+        return
+    for decision in decisions:
+        _print_scaling(Console(highlight=False), decision)
+
+
+def _explain_route(address: str, request_id: str, as_json: bool) -> None:
     from rich.console import Console
 
     from shoal_cluster.serve.explanation import clock
 
-    console = Console(highlight=False)
-    if scaling:
-        if request_id is not None:
-            raise typer.BadParameter("give a request id or --scaling, not both")
-        row = asyncio.run(_fetch_scaling(address))
-        decisions = row.records if row.current is None else (*row.records, row.current)
-        if as_json:
-            from shoal_cluster.serve.dashboard.scaling import encode_decision
-
-            typer.echo(json.dumps([encode_decision(decision) for decision in decisions], indent=2))
-            return
-        for decision in decisions:
-            _print_scaling(console, decision)
-        return
-    if request_id is None:
-        raise typer.BadParameter("give a request id or --scaling")
     explanation = asyncio.run(_fetch(address, request_id))
     if as_json:
         from shoal_cluster.serve.dashboard.records import encode_explanation
 
         typer.echo(json.dumps(encode_explanation(explanation), indent=2))
         return
+    console = Console(highlight=False)
     if explanation.left_off:
         console.print(explanation.left_off)
     for refusal in explanation.refusals:
@@ -66,17 +76,8 @@ def explain(
             console.print(f"taken again from the record: {again}", markup=False)
     sent_by = {look.request_id: look for look in explanation.looks}
     for record in explanation.records:
-        query = record.query
-        console.print(
-            f"{clock(record.time_s)}  {query.request_id}: {query.num_prompt_tokens} prompt tokens, "
-            f"{query.num_blocks_needed} blocks of {query.block_size}",
-            markup=False,
-        )
-        _print_candidates(console, record)
-        console.print(record.decision.reason, markup=False)
-        again = "the same choice" if record.replay() == record.decision else "ANOTHER choice"
-        console.print(f"by {record.by}; taken again from the record: {again}", markup=False)
-        if (look := sent_by.get(query.request_id)) is not None:
+        _print_route(console, record)
+        if (look := sent_by.get(record.query.request_id)) is not None:
             console.print(look.text, markup=False)
     for held in explanation.held:
         console.print(f"{clock(held.time_s)}  {held.text}", markup=False)
@@ -104,6 +105,22 @@ def _print_scaling(console: Console, record: ScaleRecord) -> None:
     console.print(f"{clock(record.time_s)}  {count}  {record.reason}", markup=False)
     terms = ", ".join(f"{name} {value:.6g}" for name, value in record.terms)
     console.print(f"          {record.num_running} run, {record.num_starting} start; {terms}", markup=False)
+
+
+def _print_route(console: Console, record: RouteRecord) -> None:
+    """Print the request, its candidates, and what was decided, then and again from the record."""
+    from shoal_cluster.serve.explanation import clock
+
+    query = record.query
+    console.print(
+        f"{clock(record.time_s)}  {query.request_id}: {query.num_prompt_tokens} prompt tokens, "
+        f"{query.num_blocks_needed} blocks of {query.block_size}",
+        markup=False,
+    )
+    _print_candidates(console, record)
+    console.print(record.decision.reason, markup=False)
+    again = "the same choice" if record.replay() == record.decision else "ANOTHER choice"
+    console.print(f"by {record.by}; taken again from the record: {again}", markup=False)
 
 
 def _print_candidates(console: Console, record: RouteRecord) -> None:

@@ -165,14 +165,14 @@ class Gateway:
             made = await self._intake.take(watch, adapter, timeout_s, self._max_model_len())
             generation = Generation(
                 made.request,
-                self._make_query,
-                self._ledger,
-                self._place,
-                self._tokenizer,
-                self._settings.placement_timeout_s,
-                watch.times,
-                self._adapters,
-                made.shown,
+                make_query=self._make_query,
+                ledger=self._ledger,
+                place=self._place,
+                tokenizer=self._tokenizer,
+                placement_timeout_s=self._settings.placement_timeout_s,
+                times=watch.times,
+                adapters=self._adapters,
+                shown=made.shown,
             )
             watch.usage, watch.fail = generation.usage, generation.fail
             stream = cast("AsyncGenerator[Chunk, None]", generation.chunks(timeout_s))

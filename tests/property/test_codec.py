@@ -17,7 +17,7 @@ from shoal_cluster.policies.autoscaling_config import COUNTS, LIMITS, ScaleConfi
 from shoal_cluster.policies.autoscaling_view import ScaleRecord
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import PHASES
-from shoal_cluster.policies.held import MAX_PRIORITY
+from shoal_cluster.policies.pending_request import MAX_PRIORITY
 from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.route_decision import CandidateTerms, RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery

@@ -14,9 +14,9 @@ from fixtures.cluster_views import make_query, make_stats
 
 from shoal_cluster.policies import plan
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.held import PendingRequest, QueuePlace
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import PendingRequest, QueuePlace
 from shoal_cluster.policies.route_query import uncached_blocks, uncached_tokens
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView

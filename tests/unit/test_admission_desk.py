@@ -16,9 +16,9 @@ from fixtures.fake_serve import ask, serving
 from fixtures.waiting import until
 
 from shoal_cluster.policies.admission import AdmissionLimits, Queued
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve import admission_desk

@@ -10,7 +10,8 @@ from fixtures.cluster_views import make_query, make_row, make_stats
 from shoal_cluster.policies.alike import ALONE, Alike, Shared
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import Phase
-from shoal_cluster.policies.held import Held, KnownEnd, PendingRequest
+from shoal_cluster.policies.held import Held, KnownEnd
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_replica.prefix_cache import BlockHash, hash_blocks
 
 HOT = hash_blocks(list(range(160)), 16)

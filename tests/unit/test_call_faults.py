@@ -10,7 +10,7 @@ from fixtures.fake_serve import NumberTokenizer, ask, serving, streaming
 from fixtures.serve_calls import Response
 from fixtures.waiting import until
 
-from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve import avoided, serve_placement
 from shoal_cluster.serve.outcome import Outcome

@@ -6,7 +6,7 @@ import pytest
 from fixtures.fake_gateway import CLUSTER, example_record
 
 from shoal_cluster.chat.message import Message
-from shoal_cluster.policies.held import RESUMED_PRIORITY
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY
 from shoal_cluster.serve import codec, control_codec
 from shoal_cluster.serve.call import Prompt
 from shoal_protos import control_pb2, generation_pb2

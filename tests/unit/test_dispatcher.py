@@ -12,8 +12,8 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.baselines import ROUTINGS, Routing
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve.control_codec import route_record_from_proto, route_record_to_proto
 from shoal_cluster.serve.dispatcher import Dispatcher

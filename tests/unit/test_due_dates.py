@@ -9,10 +9,10 @@ import pytest
 from fixtures.cluster_views import make_query, make_stats
 from msgspec import structs
 
-from shoal_cluster.policies.held import PendingRequest, QueuePlace
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import RENEWAL, LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import PendingRequest, QueuePlace
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish

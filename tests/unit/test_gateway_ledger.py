@@ -7,10 +7,10 @@ from random import Random
 
 from fixtures.cluster_views import make_query, make_stats
 
-from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.feed_messages import Update

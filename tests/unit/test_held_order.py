@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from fixtures.cluster_views import make_query
 
-from shoal_cluster.policies.held import Held, PendingRequest
+from shoal_cluster.policies.held import Held
 from shoal_cluster.policies.held_order import HeldOrder
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.tenants import FairShares
 
 NUM_CONSIDERED = 5

@@ -13,10 +13,10 @@ from msgspec import structs
 
 from shoal_cluster.policies.columns import Phase
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import MOST_SIZES, PendingQueue
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import PRICED_STEPS
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights, route
 from shoal_cluster.policies.to_consider import MAX_FIRST_MATCH_AGE_S

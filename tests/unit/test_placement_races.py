@@ -10,7 +10,7 @@ from fixtures.fake_serve import ask, serving
 from fixtures.serve_calls import Response
 from fixtures.waiting import until
 
-from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve import serve_placement
 from shoal_cluster.serve.generation import Generation

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from shoal_cluster.policies import native_library, plan
 from shoal_cluster.policies.columns import ROOM
-from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.phases import SHORT_S, Kind, PhaseRule
 from shoal_cluster.policies.roles import Roles, num_prefills
 from shoal_cluster.policies.route_query import RouteQuery

@@ -14,7 +14,7 @@ from fixtures.replicas import Replica, replica
 from fixtures.waiting import DEADLINE_S, until
 
 from shoal_cluster.policies.admission import AdmissionLimits
-from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.serve import feed_client, leg, runs, serve_placement
 from shoal_cluster.serve.call import Chunk, GenerateCall

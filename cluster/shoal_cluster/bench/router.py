@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 
 from shoal_cluster.policies.admission import AdmissionLimits
-from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter

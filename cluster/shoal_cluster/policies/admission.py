@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.ranking import Amounts, is_eligible
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.view import ClusterView

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.considered import Considered
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.look import Look, Sent
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.routing import Rule
 

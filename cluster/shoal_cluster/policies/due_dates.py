@@ -89,10 +89,9 @@ class DueDates:
         num_cached_tokens = held.pending.query.num_prompt_tokens - num_tokens
         alone_s, takes_s = self.pace.seconds(num_cached_tokens, num_tokens)
         held.length_s = self._objective.due_in_s(alone_s)
-        arrival_s = held.pending.arrival_s
-        due_s = self._objective.next_due_s(arrival_s, alone_s, begins_s + takes_s)
+        due_s = self._objective.next_due_s(held.pending.arrival_s, alone_s, begins_s + takes_s)
         held.due_s, held.takes_s = max(due_s, held.not_before_s), takes_s
-        held.is_lost = held.due_s > arrival_s + held.length_s
+        held.is_lost = held.due_s > held.objective_s
 
     def _claim(self, held: Held, begins_s: float) -> Claim:
         rank, is_over = self._by_urgency.rank(held), self._by_urgency.is_over(held)

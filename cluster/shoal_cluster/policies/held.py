@@ -1,4 +1,4 @@
-"""A request that waits at the gateway."""
+"""A request that waits at the gateway, with what its queue knows of it."""
 
 from __future__ import annotations
 
@@ -10,39 +10,10 @@ import numpy as np
 
 from shoal_cluster.policies.columns import Ints, Phase
 from shoal_cluster.policies.considered import Assignment, Considered
+from shoal_cluster.policies.pending_request import PendingRequest, QueuePlace
 from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
 from shoal_cluster.policies.wishes import Rank, Wish
 from shoal_replica.prefix_cache import BlockHash
-
-MAX_PRIORITY = 2**31 - 1
-"""The largest priority that a client may ask for; the smallest is its negative."""
-
-RESUMED_PRIORITY = -MAX_PRIORITY - 1
-"""For a stream that is resumed elsewhere: its client is in the middle of an answer. No client may ask for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingRequest:
-    """A request that waits at the gateway. ``arrival_s`` and ``deadline_s`` are on the clock of ``PendingQueue.next``'s
-    ``now``. The client chooses the deadline, so the queue's order does not depend on it. A request that
-    ``is_admitted`` has been placed before: it is not refused now for want of room.
-    """
-
-    query: RouteQuery
-    arrival_s: float
-    is_admitted: bool = False
-    deadline_s: float = math.inf
-    tenant: str = ""
-    priority: int = 0  # lower goes first, whatever the due dates
-
-
-class QueuePlace(NamedTuple):
-    """How a held request stands: the replica where it is planned ("" for none yet), and seconds until it is due."""
-
-    request_id: str
-    replica_id: str
-    due_in_s: float
-
 
 KnownEnd = tuple[BlockHash, Phase]
 """The last block of a prompt that replicas are known to cache, and what the request is placed for."""
@@ -107,6 +78,15 @@ class Held:
     considered: Considered | None = None  # as a look saw it last
     assignment: Assignment | None = None  # what a look decided for it last; None if its size has changed since
     planned: Planned | None = None  # where it was planned last
+
+    @property
+    def objective_s(self) -> float:
+        """When its first token must have come."""
+        return self.pending.arrival_s + self.length_s
+
+    def note_match(self, matched: Ints, replica_ids: tuple[str, ...], now: float) -> None:
+        """Take in what these replicas have cached of its prompt."""
+        self.matched, self.matched_of, self.matched_s = matched, replica_ids, now
 
     def queue_place(self, now: float) -> QueuePlace:
         replica_id = "" if self.planned is None else self.planned.replica_id

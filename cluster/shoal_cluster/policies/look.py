@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.considered import Assignment, Considered
-from shoal_cluster.policies.held import QueuePlace
+from shoal_cluster.policies.pending_request import QueuePlace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.routing import RouteWeights, choose, may_be_sooner_elsewhere

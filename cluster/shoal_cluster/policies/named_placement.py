@@ -8,8 +8,8 @@ from random import Random
 from shoal_cluster.policies.baselines import ROUTINGS, USE_SENT_BLOCKS, NamedRule, Routing
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.held import PendingRequest
 from shoal_cluster.policies.memory import RoutingMemory
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import OWN_RULE, RouteWeights
 from shoal_cluster.policies.view import ClusterView

@@ -18,12 +18,13 @@ from shoal_cluster.policies.columns import CAPACITY
 from shoal_cluster.policies.considered import Assignment
 from shoal_cluster.policies.dispatch import Dispatch
 from shoal_cluster.policies.due_dates import DueDates
-from shoal_cluster.policies.held import NOT_MATCHED, Held, PendingRequest, Planned, QueuePlace
+from shoal_cluster.policies.held import NOT_MATCHED, Held, Planned
 from shoal_cluster.policies.held_order import HeldOrder
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.look import Basis, Look, look
 from shoal_cluster.policies.objective import RENEWAL
 from shoal_cluster.policies.outlook import Outlook
+from shoal_cluster.policies.pending_request import PendingRequest, QueuePlace
 from shoal_cluster.policies.plan import Plan
 from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import uncached_tokens
@@ -134,8 +135,8 @@ class PendingQueue:
     def know_match(self, request_id: str, candidates: Candidates) -> None:
         """Take in what is cached of a request's prompt, by ``candidates`` for it, before a look has found that out."""
         held = self._held[request_id]
-        held.matched, held.matched_of = candidates.num_matched_blocks, candidates.replica_ids
-        held.matched_s = held.sized_s = candidates.now
+        held.note_match(candidates.num_matched_blocks, candidates.replica_ids, candidates.now)
+        held.sized_s = candidates.now
         if len(self._held) > 1:
             self._alike.note(held, candidates)
         self._resize(held, uncached_tokens(held.pending.query, int(held.matched.max(initial=0))))
@@ -146,7 +147,7 @@ class PendingQueue:
         these are: requests that come after it, such as those whose objective is lost, fill no queue for it.
         """
         held = self._held[request_id]
-        return self._by_urgency.before(held, held.pending.arrival_s + held.length_s)
+        return self._by_urgency.before(held, held.objective_s)
 
     def last(self) -> PendingRequest | None:
         """The request that is last in order, of those that may be refused: they have not been placed before."""
@@ -211,7 +212,7 @@ class PendingQueue:
             if held.seed is None:
                 held.seed = rng.getrandbits(32)
             candidates = view.candidates(held.pending.query.block_hashes, now)
-            held.matched, held.matched_s, held.matched_of = candidates.num_matched_blocks, now, view.replica_ids
+            held.note_match(candidates.num_matched_blocks, view.replica_ids, now)
             if len(self._held) > 1:
                 self._alike.note(held, candidates)
             bases[number] = candidates, held.seed

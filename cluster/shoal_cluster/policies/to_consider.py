@@ -92,7 +92,7 @@ class ToConsider:
             query = base if one is None else one.query
             if not _says(query, passes, shared):
                 query = base if _says(base, passes, shared) else _saying(base, passes, shared)
-            objective_s = held.pending.arrival_s + held.length_s
+            objective_s = held.objective_s
             if one is None or not one.is_of(query, due_s, matched, before, objective_s):
                 one = held.considered = Considered(query, due_s, matched, before, objective_s)
             considered.append(one)
@@ -118,6 +118,5 @@ def look_up(held: Held, view: ClusterView, now: float, max_age_s: float = MAX_MA
     if held.matched_of is not view.replica_ids:
         held.assignment, held.matched_s = None, -math.inf  # its place is one of other replicas
     if held.matched_s < now - max_age_s:
-        held.matched = view.match(held.pending.query.block_hashes)
-        held.matched_s, held.matched_of = now, view.replica_ids
+        held.note_match(view.match(held.pending.query.block_hashes), view.replica_ids, now)
     return held.matched

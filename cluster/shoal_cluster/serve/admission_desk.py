@@ -19,9 +19,9 @@ from shoal_cluster.policies.admission import (
     stay,
 )
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.returning import Returning
 from shoal_cluster.policies.route_query import uncached_tokens

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from shoal_cluster.policies.admission import AdmissionLimits
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest, QueuePlace
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.named_placement import NamedPlacement
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest, QueuePlace
 from shoal_cluster.serve.admission_desk import AdmissionDesk
 from shoal_cluster.serve.explanation import Explanation, HeldRequest
 from shoal_cluster.serve.gateway_ledger import GatewayLedger

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_cluster.policies.admission import AdmissionRecord
-from shoal_cluster.policies.held import QueuePlace
+from shoal_cluster.policies.pending_request import QueuePlace
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_replica.errors import ResourceExhausted, ShoalError
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from shoal_cluster.policies.admission import Admission, AdmissionLimits, AdmissionRecord, Queued
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.held import QueuePlace
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending_request import QueuePlace
 from shoal_cluster.serve.control_codec import (
     query_from_proto,
     query_to_proto,

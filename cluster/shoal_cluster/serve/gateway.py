@@ -16,9 +16,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.policies.autoscaling_config import tunable
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteRecord, RouteWeights
 from shoal_cluster.serve.access import Access

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from shoal_cluster.policies.dispatch import Dispatch
-from shoal_cluster.policies.held import PendingRequest
+from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.serve.dispatcher import Dispatcher, Waiter
 from shoal_cluster.serve.feed_messages import BlockSource
 from shoal_cluster.serve.gateway_ledger import GatewayLedger

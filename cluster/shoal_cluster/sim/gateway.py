@@ -11,9 +11,9 @@ from typing import Protocol
 
 from shoal_cluster.policies.admission import NOTHING_QUEUED, Queued, admit, lateness_s, misfit, overflow, stay
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.held import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.named_placement import placement_by
 from shoal_cluster.policies.pending import PendingQueue
+from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.phases import Kind, PhaseRule
 from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import RouteQuery, priced_steps, uncached_blocks, uncached_tokens

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from shoal_cluster.chat.message import Message, as_one
 from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse, json_text
-from shoal_cluster.policies.held import MAX_PRIORITY
+from shoal_cluster.policies.pending_request import MAX_PRIORITY
 from shoal_cluster.serve.call import GenerateCall, Prompt
 from shoal_cluster.serve.http.fields import (
     Body,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from shoal_cluster.policies.held import MAX_PRIORITY
+from shoal_cluster.policies.pending_request import MAX_PRIORITY
 from shoal_cluster.serve.call import MAX_PROMPTS, GenerateCall
 from shoal_cluster.serve.http.fields import (
     Body,

@@ -99,7 +99,9 @@ class SimGateway:
                 self._push_out(self.queue)
                 self._look_whether_late(request.request_id, query)
                 return
-        candidates = self.view.candidates(query.block_hashes if self.queue is None else (), now)
+        candidates = self.view.candidates(query.block_hashes, now)
+        if self.queue is not None:
+            self.queue.know_match(request.request_id, candidates)
         queued = NOTHING_QUEUED if self.queue is None else Queued(*self.queue.before(request.request_id))
         admission = admit(query, candidates, config.limits, queued.at_all(config.num_gateways))
         if not admission.admitted:

@@ -12,7 +12,11 @@ from fixtures.waiting import until
 
 from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
+from shoal_cluster.policies.routing import RouteWeights
+from shoal_cluster.serve import sent_requests
+from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.sent_requests import Follower
 from shoal_cluster.serve.serve_placement import ServePlacement
 from shoal_replica.request import Request, TokenDelta
 from shoal_replica.testing import expected_tokens
@@ -69,3 +73,20 @@ async def test_tokens_of_a_sequence_that_was_not_asked_for_do_not_end_the_feed()
         made.executor.gate.set()
         assert (await running).tokens == [expected_tokens(FIRST, 5)]
         serve.ledger.check_health()
+
+
+async def test_what_has_ended_lately_is_remembered_longer_than_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as messages of it may be under way; but not what was given up before any replica had it."""
+    monkeypatch.setattr(sent_requests, "MAX_ENDED", 2)
+    ledger = GatewayLedger("gateway", RouteWeights())
+    for call_id in ("old", "resumed", "held", "new"):
+        request_id = f"{call_id}#2" if call_id == "resumed" else call_id
+        ledger.follow(request_id, Follower())
+        if call_id != "held":
+            ledger.routed(request_id, "a")
+        if call_id != "resumed":
+            assert ledger.has_used(call_id)
+        ledger.unfollow(request_id)
+    known = [call_id for call_id in ("old", "resumed", "held", "new") if ledger.has_used(call_id)]
+    assert known == ["resumed", "new"]
+    assert not ledger.knows_call("ne")

@@ -135,37 +135,3 @@ def test_the_last_refusals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     log.refuse(Refusal(9.0, "call2", "full again", 1.0, ()))
     kept = {number: [r.time_s for r in log.of_request(f"call{number}").refusals] for number in range(5)}
     assert kept == {0: [], 1: [], 2: [9.0], 3: [3.0], 4: [4.0]}
-
-
-def test_calls_that_run_or_have_just_ended_are_remembered_before_others() -> None:
-    running = {"long", "other#2"}
-    log = RouteLog(max_requests=4, is_running=running.__contains__)
-    for request_id in ("long", "other", "other#2", "one", "two", "three", "four"):
-        log.add(record(request_id, ()))
-    log.trim()
-    assert [call for call in ("long", "other", "one", "two", "three", "four") if log.of_call(call)] == [
-        "long",
-        "other",
-        "three",
-        "four",
-    ]
-    running.clear()
-    log.end("other#2")
-    for request_id in ("five", "six", "seven"):
-        log.add(record(request_id, ()))
-    log.trim()
-    assert [call for call in ("long", "other", "five", "six", "seven") if log.of_call(call)] == [
-        "other",
-        "five",
-        "six",
-        "seven",
-    ]
-
-
-def test_calls_that_run_are_forgotten_where_they_alone_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route_log, "MAX_SPARED", 3)
-    log = RouteLog(max_requests=2, is_running=lambda request_id: True)
-    for number in range(10):
-        log.add(record(f"call{number}", ()))
-    log.trim()
-    assert len(log) == 2

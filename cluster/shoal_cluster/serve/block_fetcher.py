@@ -60,7 +60,7 @@ class BlockFetcher:
         now, wanted = time.monotonic(), self._wanted(request, source)
         self._failed = {address: at for address, at in self._failed.items() if now - at < RETRY_S}
         num_missing = self._engine.blocks.num_missing(wanted)
-        if (source.host, source.port) in self._failed:
+        if not num_missing or (source.host, source.port) in self._failed:
             return 0
         is_worth = self._pace.is_worth(
             num_missing, self._num_blocks, has_begun=has_begun, block_compute_s=self._block_compute_s(), now=now

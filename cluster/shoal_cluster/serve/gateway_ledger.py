@@ -70,7 +70,7 @@ class GatewayLedger:
         self.sources = BlockSources()
         self.recalls = Recalls(self.view, self._feeds, self.sent, self.can_place, self.journal)
         self._moves = Moves(self.view, self._feeds, self.sent, self.sources)
-        self.routes = RouteLog(is_running=self.sent.__contains__)
+        self.routes = RouteLog()
         self.view_tally = ViewTally()
         self._changed = asyncio.Event()
 
@@ -161,23 +161,24 @@ class GatewayLedger:
         self.sent.follow(request_id, follower)
 
     def knows_call(self, call_id: str) -> bool:
-        """Whether a call with that id runs or is still on record; of a request of several prompts, its first call."""
-        return any(known in self.sent or self.routes.of_call(known) for known in (call_id, f"{call_id}-0"))
+        """Whether ``has_used`` knows a request; of several prompts, its first call."""
+        return self.has_used(call_id) or self.has_used(f"{call_id}-0")
+
+    def has_used(self, call_id: str) -> bool:
+        """Whether a call with that id runs, has ended lately, or is still on record."""
+        return call_id in self.sent or self.sent.has_ended(call_id) or bool(self.routes.of_call(call_id))
 
     def unfollow(self, request_id: str) -> None:
         """The request is over for this gateway: drop its reservation. Unknown ids are ignored."""
         sent = self.sent.pop(request_id)
-        self.routes.end(request_id)
         self._credit.withdraw(request_id)
         self.view.release(request_id)
         self.view.computed(request_id)
         for part in (self.view_tally, self.recalls, self._moves, self.phases):
             part.forget(request_id)
-        if sent is None or not sent.replica_id:
-            return
-        if sent.replica_id in self._members:
+        if sent is not None and sent.replica_id in self._members:
             self._credit.end(request_id, sent.replica_id)
-        else:
+        elif sent is not None and sent.replica_id:
             self._close_unused_feed(sent.replica_id)
 
     def wish(self, wishes: Mapping[str, tuple[Wish, ...]]) -> None:

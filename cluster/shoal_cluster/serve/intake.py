@@ -70,7 +70,7 @@ class Intake:
 
                 watch.fail = fail
                 made = await self._requests.make(call, arrived_s, max_model_len)
-                if self._ledger.routes.of_call(call.request_id):
+                if self._ledger.has_used(call.request_id):
                     raise InvalidArgument("request_id", call.request_id, "must not have been used before")
                 self._scaling.meter.arrive(made.request.num_prompt_tokens)
                 return made.with_adapter(await self._version(adapter, made) if adapter else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import is_not
 from typing import Generic, TypeVar
 
@@ -26,7 +26,6 @@ MAX_RECORDS_PER_REQUEST = 16
 MAX_REFUSALS = 4096
 MAX_REFUSAL_BYTES = 32 * 2**20
 MAX_BEHIND = 64  # decisions after which the log trims itself
-MAX_SPARED = 1024  # running calls that are passed over at a time
 BYTES_PER_HASH = 57  # a bytes object of 16 bytes and its slot in a tuple
 BYTES_PER_STATS = 1_200  # a replica's stats with their numbers: measured 1 100 to 1 250
 
@@ -42,24 +41,13 @@ class _Kept(Generic[Item]):
 
 
 class RouteLog:
-    """Records by call, including those of its resumes. Those of calls that were decided on or ended longest ago are
-    forgotten first, and of calls that run only where these alone exceed the limits. So a call's id is known for as long
-    as messages about it may be under way.
+    """Records by call, including those of its resumes. The calls decided on longest ago are forgotten first.
 
     Forgetting takes about as long as keeping, since old records are in no CPU cache. So a decision does not wait for
     it: ``trim`` does it, which is called after every ``MAX_BEHIND`` decisions at the latest.
-
-    Args:
-        is_running: whether a request, by its id, is being placed or is at a replica.
     """
 
-    def __init__(
-        self,
-        max_requests: int = MAX_REQUESTS,
-        max_bytes: int = MAX_BYTES,
-        is_running: Callable[[str], bool] = lambda request_id: False,
-    ) -> None:
-        self._is_running = is_running
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._records: OrderedDict[str, list[_Kept[RouteRecord]]] = OrderedDict()
@@ -96,11 +84,6 @@ class RouteLog:
         if self._num_behind > MAX_BEHIND:
             self.trim()
 
-    def end(self, request_id: str) -> None:
-        """A request has ended: it counts as the latest of all."""
-        if (call_id := call_of(request_id)) in self._records:
-            self._records.move_to_end(call_id)
-
     def add_look(self, request_id: str, look: Look) -> None:
         """Keep the look that sent a request, beside its record."""
         if request_id in self._looks:
@@ -130,15 +113,9 @@ class RouteLog:
     def trim(self) -> None:
         """Forget what exceeds the limits."""
         self._measure()
-        num_spared = self._num_behind = 0
+        self._num_behind = 0
         while len(self._records) > self._max_requests or (self.num_bytes > self._max_bytes and len(self._records) > 1):
-            call_id, records = next(iter(self._records.items()))
-            if num_spared < MAX_SPARED and self._is_running(records[-1].item.query.request_id):
-                num_spared += 1
-                self._records.move_to_end(call_id)
-                continue
-            del self._records[call_id]
-            for kept in records:
+            for kept in self._records.popitem(last=False)[1]:
                 self.num_bytes -= kept.num_bytes
                 self._forget_look(kept.item.query.request_id)
         while len(self._looks) > self._max_requests or (self._num_look_bytes > MAX_LOOK_BYTES and len(self._looks) > 1):

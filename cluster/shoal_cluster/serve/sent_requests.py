@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
@@ -9,8 +10,11 @@ from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
 from shoal_cluster.policies.routing import RouteRecord
 from shoal_cluster.serve.feed_messages import Refused
+from shoal_cluster.serve.request_id import call_of
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.request import TokenDelta
+
+MAX_ENDED = 4096
 
 
 class Follower:
@@ -57,6 +61,7 @@ class SentRequests:
 
     def __init__(self) -> None:
         self._requests: dict[str, SentRequest] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()  # calls, of which messages may still be under way
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -78,8 +83,18 @@ class SentRequests:
         return self._requests.get(request_id)
 
     def pop(self, request_id: str) -> SentRequest | None:
-        """Forget a request that is over at this gateway."""
-        return self._requests.pop(request_id, None)
+        """Forget a request that is over at this gateway: all but its call's id, where a replica has had it."""
+        if (sent := self._requests.pop(request_id, None)) is not None and sent.replica_id:
+            call_id = call_of(request_id)
+            self._ended[call_id] = None
+            self._ended.move_to_end(call_id)
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        return sent
+
+    def has_ended(self, call_id: str) -> bool:
+        """Whether it is one of the last ``MAX_ENDED`` calls that have ended at a replica, or left one."""
+        return call_id in self._ended
 
     def at(self, replica_id: str) -> list[tuple[str, SentRequest]]:
         """The requests at a replica, or submitted to it, in the order in which they were followed."""

@@ -141,7 +141,7 @@ class _Fleet:
     def __init__(self, channel: Channel[News | HandedBack | Ended | Failed]) -> None:
         self.orders: list[Sent] = []
         self._channel = channel
-        self._news: deque[News] = deque()  # received while waiting for an HandedBack
+        self._news: deque[News] = deque()  # received while waiting for a HandedBack
 
     def end_window(self) -> None:
         self._channel.send(Orders(self.orders))

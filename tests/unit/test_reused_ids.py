@@ -50,11 +50,12 @@ async def test_a_request_comes_behind_the_abort_of_the_one_before(num_turns: int
         made.executor.gate.clear()
         first = asyncio.create_task(ask(serve, prompt_token_ids=FIRST, max_tokens=20))
         await until(lambda: made.executor.is_held)
+        ended = made.engine._finished["call"]
         first.cancel()
         for _ in range(num_turns):
             await asyncio.sleep(0)
         again = asyncio.create_task(ask(serve, prompt_token_ids=AGAIN, max_tokens=5))
-        await asyncio.sleep(0)
+        await until(lambda: made.engine._finished.get("call", ended) is not ended)  # tokens before that are stale
         made.executor.gate.set()
         answer = await again
         assert answer.tokens == [expected_tokens(AGAIN, 5)]

@@ -108,7 +108,7 @@ class GatewayLedger:
         self._changed.set()
 
     def ranks(self, request_id: str) -> tuple[str, ...]:
-        """Where Serve's call for a dispatched request must go, best first. Serve asks until a replica takes it."""
+        """Where Serve's call for a request must go, best first. Serve asks until it is taken or withdrawn."""
         return self.sent.ranks(request_id, self._members, self.decide)
 
     def decide(self, query: RouteQuery) -> RouteDecision:

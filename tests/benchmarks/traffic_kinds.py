@@ -177,7 +177,8 @@ def trees(made: Traffic) -> None:
     for time_s in made.arrivals():
         if len(made.requests) == made.count:
             return
-        path, prefix = (), Runs()
+        path: tuple[int, ...] = ()
+        prefix: Runs = ()
         for level in range(draw.choice([1, 2, 3, 3])):
             path += (made.one_of(widths[level]),)
             if path not in nodes:

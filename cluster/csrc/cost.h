@@ -46,23 +46,11 @@ inline int64_t uncached(int64_t num_tokens, int64_t matched, int64_t block_size)
     return left > 1 ? left : 1;
 }
 
-/* Blocks that a request takes where so many are cached: at least the one of its first token. */
-inline int64_t new_blocks(int64_t needed, int64_t matched) {
-    const int64_t left = needed - matched;
-    return left > 1 ? left : 1;
-}
-
-/* Tokens of the blocks that others must free before so many new ones find room; see policies/room.py. */
-inline int64_t missing_tokens(int64_t num_new_blocks, int64_t room, int64_t block_size) {
-    const int64_t missing = num_new_blocks - (room > 0 ? room : 0);
-    return (missing > 0 ? missing : 0) * block_size;
-}
-
-/* `elsewhere`: of the uncached tokens those that another replica has; others pay the part `spared` of them. */
-inline double price(int64_t uncached, int64_t elsewhere, double spared, int64_t load, int64_t sequences, int64_t slower,
+/* `missing`: of the uncached tokens those that another replica has; others pay the part `spared` of them. */
+inline double price(int64_t uncached, int64_t missing, double spared, int64_t load, int64_t sequences, int64_t slower,
                     double prefill_price, double sequence_price) {
     const double running = sequence_price * as_double(sequences);
-    double cost = (as_double(uncached) - as_double(elsewhere) * spared) * prefill_price;
+    double cost = (as_double(uncached) - as_double(missing) * spared) * prefill_price;
     cost += as_double(load);
     cost += running;
     cost += as_double(slower) * PER_CENT * (as_double(uncached + load) + running);

@@ -12,9 +12,9 @@ int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int
     bool is_alone = false;
     for (int64_t i = 0; i < num_replicas; ++i) {
         const int64_t uncached = shoal::uncached(num_tokens, matched[i], block_size);
-        const int64_t elsewhere =
+        const int64_t missing =
             uncached - shoal::uncached(num_tokens, std::max(matched[i], num_known_blocks), block_size);
-        const double cost = shoal::price(uncached, elsewhere, spared, load[i], sequences[i], slower[i], prefill_price,
+        const double cost = shoal::price(uncached, missing, spared, load[i], sequences[i], slower[i], prefill_price,
                                          sequence_price);
         if (best < 0 || cost < least) {
             best = i, least = cost, is_alone = true;
@@ -25,5 +25,5 @@ int64_t shoal_least_cost(const int64_t* columns, int64_t num_replicas, const int
     }
     *num_eligible = count;
     if (!is_alone || capacity[best] < num_blocks_needed) return -1;
-    return row(shoal::ROOM)[best] >= shoal::new_blocks(num_blocks_needed, matched[best]) ? best : -1;
+    return row(shoal::ROOM)[best] >= std::max<int64_t>(num_blocks_needed - matched[best], 0) ? best : -1;
 }

@@ -19,7 +19,7 @@ namespace {
 constexpr double NEVER = std::numeric_limits<double>::infinity();
 constexpr int64_t NO_MEMORY = -1, OTHER_REPLICAS = -2;
 
-/* What `one` costs on each of n replicas, infinite where it cannot go; see `price` in policies/routing.py. The same
+/* What `one` costs on each of n replicas, infinite where it cannot go; see `cost` in policies/routing.py. The same
    `with_room`, infinite where there is none now. `load`: tokens that they compute before it. */
 FOR_EACH_SET void price_all(const ShoalHeld& one, const int64_t* columns, const int64_t* __restrict load,
                             double prefill_price, double sequence_price, double* __restrict costs,
@@ -33,15 +33,13 @@ FOR_EACH_SET void price_all(const ShoalHeld& one, const int64_t* columns, const 
     const int64_t* __restrict room = columns + shoal::ROOM * n;
     const int64_t* __restrict slower = columns + shoal::SLOWER * n;
     for (int64_t i = 0; i < n; ++i) {
-        const int64_t left = shoal::uncached(tokens, matched[i], block_size);
+        const int64_t left = shoal::uncached(tokens, matched[i], block_size), missing = needed - matched[i];
         const int64_t elsewhere =
             left - shoal::uncached(tokens, known > matched[i] ? known : matched[i], block_size);
         const double cost = shoal::price(left, elsewhere, spared, load[i], sequences[i], slower[i],
                                          prefill_price, sequence_price);
-        const int64_t blocks = shoal::new_blocks(needed, matched[i]);
-        const double missing = shoal::as_double(shoal::missing_tokens(blocks, room[i], block_size)) * prefill_price;
-        costs[i] = capacity[i] >= needed ? cost + missing : NEVER;
-        with_room[i] = room[i] >= blocks ? costs[i] : NEVER;
+        costs[i] = capacity[i] >= needed ? cost : NEVER;
+        with_room[i] = room[i] >= (missing > 1 ? missing : 1) ? costs[i] : NEVER;
     }
     if (one.excluded != nullptr)
         for (int64_t i = 0; i < n; ++i)
@@ -99,7 +97,7 @@ public:
         scratch.costs.resize(n), scratch.with_room.resize(n), scratch.loads.resize(n);
     }
 
-    /* The place of the best replica, see `route` in policies/routing.py; -1: none takes the request. */
+    /* The place of the best replica, of those with room if there are any; -1: none takes the request. */
     int64_t best(const ShoalHeld& one, bool* has_room) const {
         const int64_t* load = row(shoal::LOAD);
         if (one.passed != nullptr) {
@@ -109,26 +107,8 @@ public:
         double *costs = scratch_.costs.data(), *with_room = scratch_.with_room.data();
         price_all(one, columns_, load, cluster_.prefill_price, price_of_sequence(one.decode_steps), costs, with_room);
         const int64_t place = place_of_least(with_room, size());
-        const int64_t without_room = place < 0 ? place_of_least(costs, size()) : better_without_room(one, place);
-        *has_room = place >= 0 && without_room < 0;
-        return *has_room ? idle_and_sooner(one, load, place) : without_room;
-    }
-
-    /* The place of the cheapest replica that is worth waiting for, where `place` is the cheapest one with room; -1:
-       none. See `worth_waiting_for` of policies/room.py. */
-    int64_t better_without_room(const ShoalHeld& one, int64_t place) const {
-        const double *costs = scratch_.costs.data(), *with_room = scratch_.with_room.data();
-        const int64_t cheapest = place_of_least(costs, size());
-        if (costs[cheapest] >= with_room[place] || one.objective_s < cluster_.now) return -1;
-        int64_t best = -1;
-        for (int64_t i = 0; i < size(); ++i) {
-            if (with_room[i] < NEVER) {
-                if (at(shoal::LOAD, i) == 0) return -1;
-            } else if (one.matched[i] > one.matched[place] && costs[i] < with_room[place]) {
-                if (best < 0 || costs[i] < costs[best]) best = i;
-            }
-        }
-        return best;
+        *has_room = place >= 0;
+        return *has_room ? idle_and_sooner(one, load, place) : place_of_least(costs, size());
     }
 
     /* `place`, or if that takes longer than the request is patient, the cheapest replica that has nothing to compute
@@ -152,7 +132,7 @@ public:
 
     /* `can_start` of policies/plan.py. */
     bool can_start(const ShoalHeld& one, int64_t place) const {
-        if (at(shoal::ROOM, place) < shoal::new_blocks(one.num_blocks_needed, one.matched[place])) return false;
+        if (at(shoal::ROOM, place) < std::max<int64_t>(one.num_blocks_needed - one.matched[place], 1)) return false;
         if (at(shoal::CAPACITY, place) < 0) return false;
         const ShoalTold& layout = *cluster_.layout;
         const char* told = told_at(cluster_, place);
@@ -184,22 +164,16 @@ public:
         const auto tokens_at = [&](int64_t i) { return i == wish.place ? wish.num_tokens : num_tokens; };
         const double sequence_price = price_of_sequence(wish.decode_steps);
         double *costs = scratch_.costs.data(), *with_room = scratch_.with_room.data();
-        bool is_idle = false;
         for (int64_t i = 0; i < size(); ++i) {
             const double cost = shoal::price(tokens_at(i), 0, 0.0, at(shoal::LOAD, i), at(shoal::SEQUENCES, i),
                                              at(shoal::SLOWER, i), cluster_.prefill_price, sequence_price);
-            const int64_t missing = shoal::missing_tokens(blocks_at(i), at(shoal::ROOM, i), block_size);
-            const double priced = shoal::as_double(missing) * cluster_.prefill_price;
-            costs[i] = at(shoal::CAPACITY, i) >= num_blocks ? cost + priced : NEVER;
+            costs[i] = at(shoal::CAPACITY, i) >= num_blocks ? cost : NEVER;
             with_room[i] = at(shoal::ROOM, i) >= blocks_at(i) ? costs[i] : NEVER;
-            is_idle = is_idle || (with_room[i] < NEVER && at(shoal::LOAD, i) == 0);
         }
         const int64_t roomy = place_of_least(with_room, size());
-        const int64_t best = roomy >= 0 ? roomy : place_of_least(costs, size());
-        const bool must_leave =
-            roomy >= 0 && with_room[wish.place] == NEVER && (is_idle || wish.num_cached_blocks == 0);
-        const bool leaves = best >= 0 && (must_leave || costs[best] < costs[wish.place]);
-        const int64_t place = leaves ? best : wish.place;
+        const double* prices = roomy >= 0 ? with_room : costs;
+        const int64_t least = roomy >= 0 ? roomy : place_of_least(costs, size());
+        const int64_t place = least >= 0 && prices[least] < prices[wish.place] ? least : wish.place;
         promise(place, blocks_at(place), tokens_at(place));
     }
 

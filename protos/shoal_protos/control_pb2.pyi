@@ -319,7 +319,7 @@ class NamedRule(_message.Message):
     def __init__(self, routing: _Optional[str] = ..., turn: _Optional[int] = ..., num_sent_blocks: _Optional[_Iterable[int]] = ..., num_remembered_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteQuery(_message.Message):
-    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps", "passed", "num_known_blocks", "num_alike", "num_holders", "phase", "patience_tokens", "is_late")
+    __slots__ = ("request_id", "block_hashes", "num_prompt_tokens", "num_blocks_needed", "block_size", "excluded", "decode_steps", "passed", "num_known_blocks", "num_alike", "num_holders", "phase", "patience_tokens")
     class PassedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -340,7 +340,6 @@ class RouteQuery(_message.Message):
     NUM_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    IS_LATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     num_prompt_tokens: int
@@ -354,8 +353,7 @@ class RouteQuery(_message.Message):
     num_holders: int
     phase: str
     patience_tokens: int
-    is_late: bool
-    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ..., num_known_blocks: _Optional[int] = ..., num_alike: _Optional[int] = ..., num_holders: _Optional[int] = ..., phase: _Optional[str] = ..., patience_tokens: _Optional[int] = ..., is_late: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_prompt_tokens: _Optional[int] = ..., num_blocks_needed: _Optional[int] = ..., block_size: _Optional[int] = ..., excluded: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., passed: _Optional[_Mapping[str, int]] = ..., num_known_blocks: _Optional[int] = ..., num_alike: _Optional[int] = ..., num_holders: _Optional[int] = ..., phase: _Optional[str] = ..., patience_tokens: _Optional[int] = ...) -> None: ...
 
 class ReplicaView(_message.Message):
     __slots__ = ("replica_id", "node_id", "stats", "age_s", "connected", "num_reserved", "num_reserved_blocks", "num_reserved_tokens", "num_matched_blocks", "stalled", "slowness", "role")

@@ -256,7 +256,6 @@ records = st.builds(
         passed=st.dictionaries(text, count, max_size=3).map(lambda passed: tuple(sorted(passed.items()))),
         phase=st.sampled_from(PHASES),
         patience_tokens=st.none() | st.integers(-(2**40), 2**40),
-        is_late=st.booleans(),
     ),
     replicas=st.lists(views, max_size=2).map(Candidates.of),
     weights=st.builds(RouteWeights, prefill_price=amount, decode_price=amount),

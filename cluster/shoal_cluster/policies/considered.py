@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shoal_cluster.policies.columns import Ints
 from shoal_cluster.policies.route_query import BYTES_PER_PASSED, RouteQuery
@@ -36,9 +35,9 @@ class Considered:
     packed: bytes = field(default=b"", init=False, repr=False)
     referred: tuple[object, ...] = field(default=(), init=False, repr=False)
 
-    def asking(self, **changes: Any) -> Considered:
-        """The same, with these ``changes`` of the query."""
-        query = replace(self.query, **changes)
+    def impatient(self, patience_tokens: int) -> Considered:
+        """The same, with ``RouteQuery.patience_tokens``."""
+        query = replace(self.query, patience_tokens=patience_tokens)
         return Considered(query, self.due_s, self.matched, self.before, self.objective_s)
 
     @property

@@ -6,7 +6,6 @@ import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM
-from shoal_cluster.policies.room import missing_tokens
 from shoal_cluster.policies.routing import RouteWeights, work
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -21,15 +20,14 @@ def foresee(other: PlacedWish, cluster: Candidates, weights: RouteWeights, block
     wish, place, columns = other.wish, other.place, cluster.columns
     num_blocks = wish.num_blocks + wish.num_cached_blocks
     num_tokens = wish.num_tokens + wish.num_cached_blocks * block_size
-    uncached, blocks = np.full(len(cluster), num_tokens), np.full(len(cluster), num_blocks)
-    uncached[place], blocks[place] = wish.num_tokens, wish.num_blocks
+    uncached = np.full(len(cluster), num_tokens)
+    uncached[place] = wish.num_tokens
     costs = work(cluster, uncached, 0.0, weights.sequence_price(wish.decode_steps), weights, columns[LOAD])
-    costs += missing_tokens(blocks, columns[ROOM], block_size) * np.float64(weights.prefill_price)
-    costs[columns[CAPACITY] < num_blocks] = np.inf
-    has_room = (columns[ROOM] >= blocks) & (costs < np.inf)
-    best = int(np.where(has_room if has_room.any() else True, costs, np.inf).argmin())
-    is_idle = (has_room & (columns[LOAD] == 0)).any()
-    leaves = has_room.any() and not has_room[place] and (is_idle or not wish.num_cached_blocks)
-    if leaves or costs[best] < costs[place]:
+    takes_such = columns[CAPACITY] >= num_blocks
+    has_room = takes_such & (columns[ROOM] >= num_blocks)
+    has_room[place] = takes_such[place] and columns[ROOM, place] >= wish.num_blocks
+    costs = np.where(has_room if has_room.any() else takes_such, costs, np.inf)
+    best = int(costs.argmin())
+    if costs[best] < costs[place]:
         return best, num_blocks, num_tokens
     return place, wish.num_blocks, wish.num_tokens

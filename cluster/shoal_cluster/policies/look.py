@@ -10,7 +10,6 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.pending_request import QueuePlace
 from shoal_cluster.policies.plan import Plan
-from shoal_cluster.policies.room import has_room
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.routing import RouteWeights, choose, may_be_sooner_elsewhere
 
@@ -115,12 +114,9 @@ def look(
             candidates, seed = basis_of(number)
             candidates = plan.seen_by_next(candidates)
             place, decision = choose(one.query, candidates, plan.weights, seed)
-            if place >= 0 and plan.is_late(one) and not has_room(one.query, candidates, place):
-                one = seen[number] = one.asking(is_late=True)
-                place, decision = choose(one.query, candidates, plan.weights, seed)
             most = plan.patience_tokens(one)
             if place >= 0 and most is not None and may_be_sooner_elsewhere(one.query, candidates, place, most):
-                one = seen[number] = one.asking(patience_tokens=most)
+                one = seen[number] = one.impatient(most)
                 place, decision = choose(one.query, candidates, plan.weights, seed)
             num_matched = 0 if place < 0 else candidates.num_matched_blocks.item(place)
             assignments.append((place, num_matched))

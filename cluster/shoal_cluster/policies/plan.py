@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+
+import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, RESERVED_TOKENS, ROOM, URGENT, Ints, due_column, promise
+from shoal_cluster.policies.columns import CAPACITY, LOAD, RESERVED_TOKENS, ROOM, URGENT, Ints, due_column, promise
 from shoal_cluster.policies.considered import Assignment, Considered
 from shoal_cluster.policies.foresight import foresee
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.native_plan import NativePlan
 from shoal_cluster.policies.outlook import Outlook
-from shoal_cluster.policies.ranking import comparable, is_eligible
-from shoal_cluster.policies.room import has_room
+from shoal_cluster.policies.ranking import is_eligible
 from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import RouteWeights, load, price
+from shoal_cluster.policies.routing import RouteWeights, idle_and_sooner, load, spared_tokens, work
 from shoal_cluster.policies.steps_ahead import StepsAhead
 from shoal_cluster.policies.wishes import PlacedWish
 
@@ -61,23 +61,28 @@ class Plan:
         return self._until_startable(considered, plans_all)
 
     def _until_startable(self, considered: Sequence[Considered], plans_all: bool) -> tuple[list[Assignment], bool]:
-        """By numpy, which is slower than the native one."""
+        """By numpy, all requests at once: what is given to a replica makes it dearer, so the best one for a request
+        stays the best until it is given something itself. Not so with patience, as the cheapest one then decides
+        whether an idle one is better.
+        """
         assignments: list[Assignment] = []
-        told = self._snapshot.told
+        best, dearer, told = self._best(considered), set[int](), self._snapshot.told
         most, startable = self._steps_ahead.most(told), self._steps_ahead.may_start_urgent(told, self._columns)
 
         def note(places: Sequence[int]) -> None:
+            dearer.update(places)
             for place in places:
                 startable[place] &= self._columns.item(URGENT, place) <= most.item(place)
 
-        for one in considered:
+        for one, (place, has_room) in zip(considered, best, strict=True):
             if not (plans_all or startable.any()):
                 break
             if one.before:
                 note(self.foresee(one.before, one.query.block_size))
-            place, is_roomy = self._best(one)
+            if place in dearer or (dearer and self._patience > 0):
+                ((place, has_room),) = self._best([one])
             num_matched = one.matched.item(place) if place >= 0 else 0
-            if is_roomy and self.can_start(one.query, place, num_matched, one.due_s):
+            if has_room and self.can_start(one.query, place, num_matched, one.due_s):
                 return assignments, True
             assignments.append((place, num_matched))
             if place >= 0:
@@ -104,10 +109,6 @@ class Plan:
             return None
         return math.floor((one.objective_s - self._snapshot.now) * self._patience)
 
-    def is_late(self, one: Considered) -> bool:
-        """Whether the objective of ``one`` is lost."""
-        return one.objective_s < self._snapshot.now
-
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: requests after it count on what is left."""
         num_tokens = uncached_tokens(query, num_matched_blocks)
@@ -129,13 +130,35 @@ class Plan:
             return candidates
         return candidates.matching(candidates.num_matched_blocks, self._columns.copy())
 
-    def _best(self, one: Considered) -> tuple[int, bool]:
-        """The place of the request's best replica, -1 if none takes it; and whether it has room now."""
-        cluster = self._seen(one.matched)
-        query = replace(one.query, patience_tokens=self.patience_tokens(one), is_late=self.is_late(one))
-        costs = comparable(price(query, cluster, self.weights), is_eligible(query, cluster))
-        place = int(costs.argmin())
-        return (place, has_room(query, cluster, place)) if costs[place] < math.inf else (-1, False)
+    def _best(self, considered: Sequence[Considered]) -> list[tuple[int, bool]]:
+        """For each of ``considered``: the place of its best replica, -1 if none takes it; and whether there is room."""
+        if not considered:
+            return []
+        queries, columns = [one.query for one in considered], self._columns
+        matched, cluster = np.stack([one.matched for one in considered]), self._seen(considered[0].matched)
+        size = np.array([(query.num_prompt_tokens, query.num_blocks_needed, query.block_size) for query in queries])
+        uncached = np.maximum(size[:, :1] - matched * size[:, 2:], 1)
+        prices = np.array([[self.weights.sequence_price(query.decode_steps)] for query in queries])
+        before = columns[LOAD]
+        if any(query.passed for query in queries):
+            before = np.stack([load(query, cluster) for query in queries])
+        takes = columns[CAPACITY] >= size[:, 1:2]
+        for number, query in enumerate(queries):
+            if query.is_restricted:
+                takes[number] = is_eligible(query, cluster)
+        spared = np.stack([spared_tokens(one.query, one.matched) for one in considered])
+        costs = np.where(takes, work(cluster, uncached, spared, prices, self.weights, before), np.inf)
+        has_room = columns[ROOM] >= np.maximum(size[:, 1:2] - matched, 1)
+        with_room = np.where(has_room, costs, np.inf)
+        roomy, cheapest, rows = with_room.argmin(axis=1), costs.argmin(axis=1), np.arange(len(queries))
+        is_roomy = with_room[rows, roomy] < np.inf
+        places = np.where(is_roomy, roomy, np.where(costs[rows, cheapest] < np.inf, cheapest, -1)).tolist()
+        for number, one in enumerate(considered):
+            if is_roomy[number] and (most := self.patience_tokens(one)) is not None:
+                idle = idle_and_sooner(one.query, self._seen(one.matched), with_room[number], most)
+                if idle is not None and (idle & (with_room[number] < np.inf)).any():
+                    places[number] = int(np.where(idle, with_room[number], np.inf).argmin())
+        return list(zip(places, is_roomy.tolist(), strict=True))
 
     def _seen(self, matched: Ints) -> Candidates:
         return self._snapshot.matching(matched, self._columns)

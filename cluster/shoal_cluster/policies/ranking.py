@@ -24,13 +24,13 @@ MAX_AGE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Sort keys of the replicas [n]: those that ``come_last`` after all others; then lowest ``cost`` first.
+    """Sort keys of the replicas [n]: those where the request must wait come last; then lowest ``cost`` first.
 
     Elements of replicas that are not eligible are meaningless.
     """
 
     cost: Amounts
-    come_last: NDArray[np.bool_] | None = None
+    must_wait: NDArray[np.bool_] | None = None
     terms: tuple[tuple[str, Amounts], ...] = ()
 
 
@@ -51,8 +51,9 @@ def rank(
         return RouteDecision((), f"no replica can take it: {some(why)}" if why else "no replica is known", explained)
     scores = score(query, candidates)
     keys: list[NDArray[Any]] = [shuffle(rng, len(candidates)), scores.cost]
-    if scores.come_last is not None:
-        keys.append(scores.come_last)
+    must_wait = scores.must_wait is not None and scores.must_wait.any()
+    if scores.must_wait is not None and must_wait:
+        keys.append(scores.must_wait)
     if num_eligible < len(candidates):
         keys.append(~eligible)
     order = np.lexsort(keys)[:num_eligible].tolist()
@@ -60,8 +61,8 @@ def rank(
     best = order[0]
     cost = float(scores.cost[best])
     reason = f"{ids[best]}: least cost {round(cost, 2):.10g} of {num_eligible} eligible"
-    if scores.come_last is not None:
-        if scores.come_last[best]:
+    if scores.must_wait is not None and must_wait:
+        if scores.must_wait[best]:
             reason += "; none can start it now"
         elif (scores.cost < cost)[eligible].any():
             reason += "; cheaper ones have no room now"
@@ -77,7 +78,11 @@ def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int
     num_eligible = int(np.count_nonzero(eligible))
     if not num_eligible:
         return -1, 0
-    costs = comparable(scores, eligible)
+    costs = scores.cost if num_eligible == eligible.size else np.where(eligible, scores.cost, np.inf)
+    if scores.must_wait is not None and scores.must_wait[scores.must_wait.argmax()]:
+        at_once = np.where(scores.must_wait, np.inf, costs)
+        if at_once[at_once.argmin()] < np.inf:
+            costs = at_once
     best = int(costs.argmin())
     equals = costs == costs[best]
     if np.count_nonzero(equals) == 1:
@@ -85,18 +90,6 @@ def best_of(query: RouteQuery, candidates: Candidates, scores: Scores, seed: int
     places = equals.nonzero()[0]
     dice = shuffle(Random(seed), len(candidates))
     return int(places[dice[places].argmin()]), num_eligible
-
-
-def comparable(scores: Scores, eligible: NDArray[np.bool_]) -> Amounts:
-    """``cost`` where it decides, else infinite: of replicas that are not eligible, and of those that come last if there
-    are others [n].
-    """
-    costs = scores.cost if eligible.all() else np.where(eligible, scores.cost, np.inf)
-    if scores.come_last is not None and scores.come_last[scores.come_last.argmax()]:
-        first = np.where(scores.come_last, np.inf, costs)
-        if first[first.argmin()] < np.inf:
-            return first
-    return costs
 
 
 def shuffle(rng: Random, count: int) -> NDArray[np.uint32]:

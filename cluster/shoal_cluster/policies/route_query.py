@@ -33,7 +33,6 @@ class RouteQuery:
             (num_holders + 1)`` of the requests, so each is charged only its share of the cost.
         patience_tokens: prompt tokens that it waits for, until its own first token, at the cheapest replica. If there
             are more, it goes to one that has nothing to compute and where there are fewer. None: it waits for all.
-        is_late: its objective is lost, so it waits for room nowhere while there is some elsewhere.
     """
 
     request_id: str
@@ -49,7 +48,6 @@ class RouteQuery:
     num_alike: int = 1
     num_holders: int = 0
     patience_tokens: int | None = None
-    is_late: bool = False
 
     @property
     def spared(self) -> float:
@@ -58,9 +56,7 @@ class RouteQuery:
 
     def anew(self) -> RouteQuery:
         """The same for a decision at another time: what it says of other requests is out of date."""
-        return replace(
-            self, passed=(), num_known_blocks=0, num_alike=1, num_holders=0, patience_tokens=None, is_late=False
-        )
+        return replace(self, passed=(), num_known_blocks=0, num_alike=1, num_holders=0, patience_tokens=None)
 
     def with_blocks_given(self, num_blocks: int) -> RouteQuery:
         """The same where so many of its leading blocks come from another replica: they take room, but no computing."""

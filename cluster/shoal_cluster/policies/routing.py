@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.columns import (
+    CAPACITY,
     LOAD,
     OPEN_BLOCKS,
     OPEN_SLOTS,
@@ -26,7 +27,6 @@ from shoal_cluster.policies.columns import (
 from shoal_cluster.policies.native_cost import native_least_cost
 from shoal_cluster.policies.native_library import library
 from shoal_cluster.policies.ranking import Scores, best_of, is_eligible, rank
-from shoal_cluster.policies.room import has_room, missing_tokens, must_wait, new_blocks, worth_waiting_for
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import PRICED_STEPS, RouteQuery, uncached_tokens
 from shoal_replica.errors import ConfigError
@@ -71,24 +71,18 @@ def route(query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng:
     Cost = waiting and reserved tokens, less those that the request passes, + prefill_price * uncached prompt tokens +
     decode_price * sequences there, scaled down for a request with fewer steps. Of the tokens that are cached elsewhere,
     a request among ``num_alike`` pays only its share: the others will find them, too. On a slower replica the compute
-    costs proportionally more (the displacement by the prompt's KV does not). If the cheapest one computes more than
-    ``patience_tokens`` until the first token, those come last that are busy or compute as much, if there are others: an
-    idle replica's time is lost otherwise. Ties are shuffled by ``rng``.
-
-    Barrier: a replica ranks after all that have room if it has no free slot, or if its free blocks, less those promised
-    and those that its queue will take, cannot hold the request's uncached part. It does not if it is worth waiting for:
-    it has more of the prompt cached and is cheaper, even if prompt tokens that find no room there are priced as if they
-    were computed. None is if the objective is lost, or while one with room has nothing to compute.
+    costs proportionally more (the displacement by the prompt's KV does not). Barrier: a replica ranks after all that
+    have room if it has no free slot, or if its free blocks, less those promised and those that its queue will take,
+    cannot hold the request's uncached part. If the cheapest one computes more than ``patience_tokens`` until the first
+    token, those come last that are busy or compute as much, if there are others: an idle replica's time is lost
+    otherwise. Ties are shuffled by ``rng``.
     """
-    score, explain = partial(price, weights=weights), partial(predicted_work, weights=weights)
+    score, explain = partial(_price, weights=weights), partial(predicted_work, weights=weights)
     decision = rank(query, candidates, rng, score, explain)
     if not decision.ranked:
         return decision
-    place, waits = candidates.place(decision.ranked[0]), must_wait(query, candidates)
-    num_cached = candidates.num_matched_blocks.item(place)
+    num_cached = candidates.matched_by(decision.ranked[0])
     reason = f"{decision.reason}; {num_cached} of {len(query.block_hashes)} prompt blocks cached"
-    if waits[place] and not waits[is_eligible(query, candidates)].all():
-        reason += ", worth waiting for room"
     if (offer := best_offer(candidates, decision.ranked[0])) is not None:  # it may give them
         reason += f", {offer.num_blocks} at {offer.replica_id}"
     if query.spared:
@@ -102,7 +96,7 @@ def choose(query: RouteQuery, candidates: Candidates, weights: RouteWeights, see
     """``route`` with a fresh generator of ``seed``. The best one's place, -1 for none; the rest is computed if read."""
     place, num_eligible = _least_cost(query, candidates, weights)
     if place < 0:
-        place, num_eligible = best_of(query, candidates, price(query, candidates, weights), seed)
+        place, num_eligible = best_of(query, candidates, _price(query, candidates, weights), seed)
     best = "" if place < 0 else candidates.replica_ids[place]
     return place, RouteDecision.deferred(best, num_eligible, lambda: route(query, candidates, weights, Random(seed)))
 
@@ -115,7 +109,7 @@ def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights
         return native_least_cost(query, candidates, weights.prefill_price, weights.sequence_price(query.decode_steps))
     costs = cost(query, candidates, weights)
     place = int(costs.argmin())
-    if not has_room(query, candidates, place) or not _is_alone(costs, place):
+    if not _has_room(query, candidates, place) or not _is_alone(costs, place):
         return -1, 0
     return place, int(np.count_nonzero(is_eligible(query, candidates)))
 
@@ -123,15 +117,14 @@ def _least_cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights
 def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """The scores behind ``route`` with their terms, in prompt tokens of compute."""
     told, matched = candidates.told, candidates.num_matched_blocks
-    scores = price(query, candidates, weights)
+    scores = _price(query, candidates, weights)
     running: Floats = np.multiply(weights.sequence_price(query.decode_steps), candidates.columns[SEQUENCES])
     uncached = _uncached(query, matched)
     slower: Floats = candidates.columns[SLOWER] * PER_CENT * (uncached + load(query, candidates) + running)
     busy = _busy(query, candidates, _work(query, candidates, weights))
-    room = _price_of_room(query, candidates, weights, must_wait(query, candidates))
     return Scores(
         cost=scores.cost,
-        come_last=scores.come_last,
+        must_wait=scores.must_wait,
         terms=(
             ("waiting", told["num_waiting_tokens"]),
             ("reserved", candidates.num_reserved_tokens),
@@ -140,7 +133,6 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
             ("running", running),
             *((("slower", slower),) if slower.any() else ()),
             *((("busy", busy),) if busy.any() else ()),
-            *((("missing_room", room),) if room.any() else ()),
             ("matched_blocks", matched),
             ("free_blocks", candidates.columns[OPEN_BLOCKS]),
             ("free_slots", candidates.columns[OPEN_SLOTS]),
@@ -148,26 +140,13 @@ def predicted_work(query: RouteQuery, candidates: Candidates, weights: RouteWeig
     )
 
 
-def price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
+def _price(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Scores:
     """``predicted_work`` without the terms."""
-    costs, waits = cost(query, candidates, weights), must_wait(query, candidates)
-    if not waits.any():
-        return Scores(costs)
-    costs += _price_of_room(query, candidates, weights, waits)
-    return Scores(costs, waits & ~worth_waiting_for(query, candidates, costs, waits))
-
-
-def _price_of_room(
-    query: RouteQuery, candidates: Candidates, weights: RouteWeights, waits: NDArray[np.bool_]
-) -> Floats:
-    """What it costs that each replica where the request ``waits`` has not enough room for it [n]."""
-    num_new_blocks = new_blocks(query, candidates.num_matched_blocks)
-    missing = missing_tokens(num_new_blocks, candidates.columns[ROOM], query.block_size)
-    return np.where(waits, missing, 0) * np.float64(weights.prefill_price)
+    return Scores(cost(query, candidates, weights), _must_wait(query, candidates))
 
 
 def cost(query: RouteQuery, candidates: Candidates, weights: RouteWeights) -> Floats:
-    """The cost behind ``route`` of each replica, if it had room [n]."""
+    """The cost behind ``route`` of each replica [n]."""
     costs = _work(query, candidates, weights)
     return costs if query.patience_tokens is None else costs + _busy(query, candidates, costs)
 
@@ -188,15 +167,15 @@ def idle_and_sooner(
     """Which replicas have room now, nothing to compute, and fewer tokens until the first one of ``query`` than the
     replica of least ``costs`` with room [n]. None if there is none, or that one has no more than ``patience_tokens``.
     """
-    roomy = is_eligible(query, candidates) & ~must_wait(query, candidates)
+    has_room = is_eligible(query, candidates) & ~_must_wait(query, candidates)
     slower: Floats = 1.0 + candidates.columns[SLOWER] * PER_CENT
     until_first = (load(query, candidates) + _uncached(query, candidates.num_matched_blocks)) * slower
-    if not roomy.any():
+    if not has_room.any():
         return None
-    there = until_first[np.where(roomy, costs, np.inf).argmin()]
+    there = until_first[np.where(has_room, costs, np.inf).argmin()]
     if there <= patience_tokens:
         return None
-    idle: NDArray[np.bool_] = roomy & (candidates.columns[LOAD] == 0) & (until_first < there)
+    idle: NDArray[np.bool_] = has_room & (candidates.columns[LOAD] == 0) & (until_first < there)
     return idle if idle.any() else None
 
 
@@ -223,6 +202,21 @@ def spared_tokens(query: RouteQuery, num_matched_blocks: Ints) -> Floats:
     return (_uncached(query, num_matched_blocks) - elsewhere) * np.float64(query.spared)
 
 
+def _must_wait(query: RouteQuery, candidates: Candidates) -> NDArray[np.bool_]:
+    """Which replicas have no room for the request now [n]."""
+    num_new_blocks: Ints = query.num_blocks_needed - candidates.num_matched_blocks
+    must_wait: NDArray[np.bool_] = candidates.columns[ROOM] < np.maximum(num_new_blocks, 0, out=num_new_blocks)
+    return must_wait
+
+
+def _has_room(query: RouteQuery, candidates: Candidates, place: int) -> bool:
+    """Whether the replica at ``place`` accepts requests of this size and has room for this one now."""
+    columns, num_new_blocks = candidates.columns, query.num_blocks_needed - candidates.num_matched_blocks.item(place)
+    return columns.item(CAPACITY, place) >= query.num_blocks_needed and columns.item(ROOM, place) >= max(
+        0, num_new_blocks
+    )
+
+
 def _is_alone(costs: Floats, place: int) -> bool:
     """Whether no other replica costs the same."""
     return int(np.count_nonzero(costs == costs[place])) == 1
@@ -238,12 +232,13 @@ def work(
     candidates: Candidates,
     uncached: Ints,
     spared: float | Floats,
-    sequence_price: float,
+    sequence_price: float | Floats,
     weights: RouteWeights,
     before: Ints,
 ) -> Floats:
     """The cost behind ``route`` of a prompt with ``uncached`` tokens to compute on each replica [n], ``spared`` ones
-    included, given its price of a sequence and the ``load`` before it.
+    included, given its price of a sequence and the ``load`` before it; or of many prompts [q, n] with one price each
+    [q, 1].
     """
     total: Floats = (uncached - spared) * np.float64(weights.prefill_price)
     total += before

@@ -116,7 +116,6 @@ def query_to_proto(query: RouteQuery) -> pb.RouteQuery:
         num_holders=query.num_holders,
         phase=query.phase,
         patience_tokens=query.patience_tokens,
-        is_late=query.is_late,
     )
 
 
@@ -135,7 +134,6 @@ def query_from_proto(query: pb.RouteQuery) -> RouteQuery:
         num_holders=query.num_holders,
         phase=_phase(query.phase),
         patience_tokens=query.patience_tokens if query.HasField("patience_tokens") else None,
-        is_late=query.is_late,
     )
 
 

@@ -262,6 +262,8 @@ class News:
 
     def _stats(self) -> ReplicaStats:
         rng = self._rng
+        if rng.random() < 0.1:
+            return make_stats(num_total_blocks=200, max_num_batched_tokens=512, token_s=1e-4)  # nothing to compute
         num_waiting_tokens = rng.choice([100, 300, 600, 1200, 1500, 4000])
         due = sorted(rng.randint(0, num_waiting_tokens) for _ in DUE_WITHIN_S[1:])
         return make_stats(

@@ -26,8 +26,10 @@ NOW = 50.0
 
 
 def row(rng: Random, place: int) -> ReplicaView:
-    """A replica that has not reported, takes no requests, or has about one or two steps of work."""
+    """A replica that has not reported, takes no requests, has nothing to compute, or about one or two steps of work."""
     kind = rng.randrange(10)
+    if kind == 4:
+        return make_row(f"replica-{place:04}", make_stats(num_free_blocks=rng.choice([100, 30, 0])))
     num_tokens = rng.choice([0, STEP - 1, STEP, STEP + 1, 2 * STEP - 1, 2 * STEP, rng.randrange(3 * STEP)])
     due = sorted(rng.randint(0, num_tokens) for _ in DUE_WITHIN_S[1:])
     stats = make_stats(

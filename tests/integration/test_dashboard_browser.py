@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-from fixtures.browser import browser_page
+from fixtures.browser import as_percent, browser_page
 from fixtures.fake_core import FakeCore
 from fixtures.fake_gateway import ADMIN_KEY
 from fixtures.live_cluster import free_address
@@ -79,7 +79,7 @@ async def test_what_the_page_shows_is_what_the_cluster_says(core: FakeCore, url:
                 zip(await card.locator("dt").all_inner_texts(), await card.locator("dd").all_inner_texts(), strict=True)
             )
             assert shown["running"] == f"{stats.num_running} of 64"
-            assert shown["hit rate"] == f"{stats.hit_rate:.0%}"
+            assert shown["hit rate"] == as_percent(stats.hit_rate)
             bar = card.get_by_role("img")
             empty = stats.num_free_blocks - stats.num_cached_blocks - row.num_reserved_blocks
             told = f"{stats.num_allocated_blocks} running, {row.num_reserved_blocks} reserved, "

@@ -11,7 +11,7 @@ import uuid
 
 import httpx
 import pytest
-from fixtures.browser import browser_page
+from fixtures.browser import as_percent, browser_page
 from fixtures.live_cluster import CHANGE_TIMEOUT_S, LiveCluster, is_idle, num_connected, pid_of, until_cluster
 from playwright.async_api import Page, expect
 
@@ -64,7 +64,7 @@ async def test_values_on_the_page_are_the_clusters(cluster: LiveCluster) -> None
             whole = f"{pool}{stats.num_cached_blocks} cached, {empty} empty"
             await expect(card.get_by_role("img")).to_have_attribute("aria-label", whole)
             await expect(card.locator("dd").first).to_have_text(f"0 of {stats.max_num_seqs}")
-            await expect(card.locator("dd").last).to_have_text(f"{stats.hit_rate:.0%}")
+            await expect(card.locator("dd").last).to_have_text(as_percent(stats.hit_rate))
             await expect(card.locator(".node")).to_contain_text(row.node_id[:12])
             await card.get_by_role("button", name="Block map").click()
             await expect(card.locator("canvas")).to_have_attribute("aria-label", re.compile(f"{empty} empty"))

@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+# Modules are compiled as they are imported first: most never are, and compiling all takes a third of the setup.
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 
 # Keeps Ray from starting a new cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
-.PHONY: setup demo test test-integration test-light test-numerical test-npu test-simulation test-small check format bench proto clean npu-wheel
+.PHONY: setup demo test test-one-core test-other-core test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
 
 setup: $(STAMP)
 
@@ -35,15 +36,19 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# Two parts at a time; each prints its output when it is done. Tests of clusters spend half of their time waiting, so
-# beside them run the parts that need one core for less time.
+# Each part prints its output when it is done. Tests of clusters take longest and spend half of their time waiting: so
+# they come first on one core, and what computes all the time keeps the other one busy.
 test: setup npu-wheel
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-numerical test-simulation
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-integration test-small
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-one-core test-other-core
 
-test-small:
-	@$(MAKE) --no-print-directory test-npu
+test-one-core:
+	@$(MAKE) --no-print-directory test-integration
 	@$(MAKE) --no-print-directory test-light
+
+test-other-core:
+	@$(MAKE) --no-print-directory test-numerical
+	@$(MAKE) --no-print-directory test-npu
+	@$(MAKE) --no-print-directory test-simulation
 
 test-light: setup
 	@$(BIN)/pytest tests/unit tests/property tests/golden -q

@@ -206,20 +206,21 @@ private:
 void shoal_outlook(const ShoalCluster* cluster, const int64_t* columns, double token_s, ShoalOutlook* outlook) {
     const int64_t n = cluster->num_replicas;
     const ShoalTold& layout = *cluster->layout;
-    int64_t count = 0, least = -1, room = -1;
+    int64_t count = 0, num_idle = 0, least = -1, room = -1;
     double wait_s = NEVER;
     for (int64_t place = 0; place < n; ++place) {
         const int64_t capacity = columns[shoal::CAPACITY * n + place];
         room = std::max(room, columns[shoal::ROOM * n + place]);
         if (capacity < 0) continue;
         least = least < 0 ? capacity : std::min(least, capacity);
+        num_idle += columns[shoal::LOAD * n + place] == 0;
         if (!is_startable(*cluster, columns, place)) continue;
         ++count;
         const char* told = told_at(*cluster, place);
         const double step_s = field<int64_t>(told, layout.num_running) > 0 ? field<double>(told, layout.step_s) : 0.0;
         wait_s = std::min(wait_s, static_cast<double>(columns[shoal::URGENT * n + place]) * token_s + step_s);
     }
-    *outlook = {count, std::max<int64_t>(least, 0), room, wait_s < NEVER ? wait_s : 0.0};
+    *outlook = {count, num_idle, std::max<int64_t>(least, 0), room, wait_s < NEVER ? wait_s : 0.0};
 }
 
 int64_t shoal_plan(const ShoalCluster* cluster, int64_t* columns, const ShoalHeld* requests, int64_t count,

@@ -89,7 +89,7 @@ typedef struct ShoalHeld {
 
 /* As in policies/outlook.py. */
 typedef struct ShoalOutlook {
-    int64_t num_startable, least_capacity, most_room;
+    int64_t num_startable, num_idle, least_capacity, most_room;
     double wait_s;
 } ShoalOutlook;
 

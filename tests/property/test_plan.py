@@ -12,7 +12,7 @@ from fixtures.cluster_views import make_query, make_row, make_stats
 
 from shoal_cluster.policies import plan as plan_module
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, ROOM, URGENT
+from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, URGENT
 from shoal_cluster.policies.considered import Considered
 from shoal_cluster.policies.outlook import Outlook
 from shoal_cluster.policies.plan import Plan
@@ -131,16 +131,17 @@ def test_natively_a_plan_is_the_same(monkeypatch: pytest.MonkeyPatch, seed: int,
 def test_the_outlook_is_that_of_the_replicas_one_by_one(seed: int, num_replicas: int) -> None:
     rng, token_s, max_steps_ahead = Random(f"{seed} {num_replicas}"), 1e-3, 1.5
     snapshot = Candidates.of([row(rng, place) for place in range(num_replicas)])
-    waits_s, capacities = [], []
+    waits_s, capacities, num_idle = [], [], 0
     for place, stats in enumerate(snapshot.stats):
-        capacity, urgent = snapshot.columns[(CAPACITY, URGENT), place].tolist()
+        capacity, urgent, tokens = snapshot.columns[(CAPACITY, URGENT, LOAD), place].tolist()
         if capacity < 0 or stats is None:
             continue
         capacities.append(capacity)
+        num_idle += tokens == 0
         if urgent <= max_steps_ahead * STEP + (STEP - 1 if stats.by_due else 0):
             waits_s.append(urgent * token_s + (stats.step_s if stats.num_running else 0.0))
     most_room = max(-1, int(snapshot.columns[ROOM].max()))
-    expected = Outlook(len(waits_s), min(capacities, default=0), most_room, min(waits_s, default=0.0))
+    expected = Outlook(len(waits_s), num_idle, min(capacities, default=0), most_room, min(waits_s, default=0.0))
     assert Plan(snapshot, RouteWeights(), max_steps_ahead).outlook(token_s) == expected
 
 

@@ -54,9 +54,9 @@ def chats(requests_per_s: float, num_requests: int) -> list[SimRequest]:
 class NotedPlan(Plan):
     """A plan that remembers what it was made of."""
 
-    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float, patience: float) -> None:
-        super().__init__(snapshot, weights, max_steps_ahead, patience)
-        self.snapshot, self.max_steps_ahead, self.patience = snapshot, max_steps_ahead, patience
+    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
+        super().__init__(snapshot, weights, max_steps_ahead)
+        self.snapshot, self.max_steps_ahead = snapshot, max_steps_ahead
 
 
 @pytest.mark.parametrize("num_gateways", [1, 3])

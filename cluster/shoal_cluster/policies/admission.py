@@ -89,23 +89,24 @@ def admit(
     will be room for it behind those refused lately.
     """
     told = candidates.told
-    if reason := misfit(query, candidates):
-        return Admission(False, reason, never_fits=True)
-    eligible = is_eligible(query, candidates).nonzero()[0]
-    if not eligible.size:
-        return _none_takes_any(queued)
-    sent = told["num_waiting_tokens"] + candidates.num_reserved_tokens
-    tokens = sent + np.float64(queued.num_tokens / eligible.size)
-    excess = _excess_tokens(candidates, tokens, queued.num_requests / eligible.size, limits)[eligible]
-    best = int(excess.argmin())
-    if excess[best] > 0:
-        reason = (
-            f"every replica's queue is full ({eligible.size} replicas; the limit is {limits.max_waiting_tokens} tokens "
-            f"or {limits.max_waiting_requests} requests each)"
-        )
-        ahead = excess + queued.num_refused_tokens / eligible.size
-        return Admission(False, reason, _retry_after_s(float((ahead * _token_s(candidates)[eligible]).min())))
-    return Admission(True, f"{candidates.replica_ids[eligible[best]]} has room in its queue")
+    eligible = is_eligible(query, candidates)
+    if not (num_eligible := int(np.count_nonzero(eligible))):
+        reason = misfit(query, candidates)
+        return Admission(False, reason, never_fits=True) if reason else _none_takes_any(queued)
+    tokens = told["num_waiting_tokens"] + candidates.num_reserved_tokens + np.float64(queued.num_tokens / num_eligible)
+    requests = told["num_waiting"] + candidates.num_reserved + np.float64(queued.num_requests / num_eligible)
+    excess_tokens, excess_requests = tokens - limits.max_waiting_tokens + 1, requests - limits.max_waiting_requests + 1
+    has_room = eligible & (excess_tokens <= 0) & (excess_requests <= 0)
+    if has_room.any():
+        return Admission(True, f"{candidates.replica_ids[has_room.argmax()]} has room in its queue")
+    reason = (
+        f"every replica's queue is full ({num_eligible} replicas; the limit is {limits.max_waiting_tokens} tokens "
+        f"or {limits.max_waiting_requests} requests each)"
+    )
+    # A queue of few tokens in many requests still takes a step for each request that leaves it.
+    leaving = np.maximum(0, excess_requests) * np.maximum(1.0, tokens / np.maximum(1, requests))
+    ahead = np.maximum(np.maximum(0, excess_tokens), leaving) + queued.num_refused_tokens / num_eligible
+    return Admission(False, reason, _retry_after_s(float((ahead * _token_s(candidates))[eligible].min())))
 
 
 def keep(query: RouteQuery, candidates: Candidates, limits: AdmissionLimits, queued: Queued) -> Admission:
@@ -253,15 +254,3 @@ def _token_s(candidates: Candidates) -> Amounts:
 
 def _retry_after_s(wait_s: float) -> float:
     return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
-
-
-def _excess_tokens(candidates: Candidates, tokens: Amounts, num_held: float, limits: AdmissionLimits) -> Amounts:
-    """Tokens ahead that each replica must compute until its queue is under both limits [n]; 0 where it is."""
-    requests = candidates.told["num_waiting"] + candidates.num_reserved + num_held
-    # A queue of few tokens in many requests still takes a step for each request that leaves it.
-    tokens_each = np.maximum(1.0, tokens / np.maximum(1, requests))
-    excess: Amounts = np.maximum(
-        np.maximum(0, tokens - limits.max_waiting_tokens + 1),
-        np.maximum(0, requests - limits.max_waiting_requests + 1) * tokens_each,
-    )
-    return excess

@@ -45,7 +45,7 @@ class CCluster(ctypes.Structure):
 
 class COutlook(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("num_startable", "least_capacity", "most_room")),
+        *((name, c_int64) for name in ("num_startable", "num_idle", "least_capacity", "most_room")),
         ("wait_s", c_double),
     )
 
@@ -97,7 +97,7 @@ _last_told: tuple[NDArray[np.void], int] = np.zeros(0, TOLD), 0
 class NativePlan:
     """The part of a plan that is native, for one snapshot. For one thread at a time."""
 
-    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float, patience: float) -> None:
+    def __init__(self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float) -> None:
         self._snapshot, self._told = snapshot, snapshot.told
         self._passed: tuple[tuple[tuple[str, int], ...], Ints] = (), NOTHING
         self._cluster = CCluster(
@@ -107,7 +107,7 @@ class NativePlan:
             weights.prefill_price,
             weights.decode_price,
             max_steps_ahead,
-            patience,
+            0.0,
             _address_of_told(self._told),
             addressof(_layout),
         )
@@ -116,16 +116,18 @@ class NativePlan:
         """See ``Plan.outlook``."""
         assert library is not None
         library.shoal_outlook(byref(self._cluster), _address(columns), token_s, byref(_outlook))
-        return Outlook(_outlook.num_startable, _outlook.least_capacity, _outlook.most_room, _outlook.wait_s)
+        o = _outlook
+        return Outlook(o.num_startable, o.num_idle, o.least_capacity, o.most_room, o.wait_s)
 
     def until_startable(
-        self, columns: Ints, considered: Sequence[Considered], plans_all: bool
+        self, columns: Ints, considered: Sequence[Considered], patience: float, plans_all: bool
     ) -> tuple[list[Assignment], bool]:
         """See ``Plan.until_startable``. What is given away is counted into ``columns``."""
         assert library is not None
         count = len(considered)
         held = b"".join([one.packed or self._pack(one) for one in considered])
         decided = _decisions(count)
+        self._cluster.patience = patience
         num_planned = library.shoal_plan(
             byref(self._cluster), _address(columns), held, count, plans_all, decided, byref(_may_start)
         )

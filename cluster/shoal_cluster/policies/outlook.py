@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.columns import CAPACITY, ROOM, URGENT, Ints
+from shoal_cluster.policies.columns import CAPACITY, LOAD, ROOM, URGENT, Ints
 from shoal_cluster.policies.steps_ahead import StepsAhead
 
 
@@ -16,6 +16,7 @@ class Outlook(NamedTuple):
 
     Attributes:
         num_startable: how many replicas may start something, if it is urgent.
+        num_idle: how many that accept requests have nothing to compute.
         least_capacity: blocks of the largest request that all accepting replicas can take; 0 if none accepts requests.
         most_room: free blocks for a newcomer where there are most, at least -1; without a free slot a replica has -1.
         wait_s: seconds until some replica can begin with a prompt that is sent now: the running step has to end, and
@@ -23,6 +24,7 @@ class Outlook(NamedTuple):
     """
 
     num_startable: int
+    num_idle: int
     least_capacity: int
     most_room: int
     wait_s: float
@@ -37,6 +39,7 @@ class Outlook(NamedTuple):
         least_s = float(waits_s[may_start].min(initial=np.inf))
         return cls(
             int(np.count_nonzero(may_start)),
+            int(np.count_nonzero(takes & (columns[LOAD] == 0))),
             int(capacity[takes].min()) if takes.any() else 0,
             int(columns[ROOM].max(initial=-1)),
             least_s if least_s < np.inf else 0.0,

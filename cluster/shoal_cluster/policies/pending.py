@@ -193,11 +193,11 @@ class PendingQueue:
         if not (self._held and len(view)):
             return None
         present = view.present(now)
-        patience = self._patience(view, present)
-        plan = Plan(present, weights, self._config.max_steps_ahead, patience)
+        plan = Plan(present, weights, self._config.max_steps_ahead)
         outlook = plan.outlook(self._pace.token_s)
         if len(self._held) > 1 and not (self._has_unplanned or outlook.num_startable):
             return None
+        plan.patience = self._patience(view, outlook.num_idle)
         begins_s = self._renew_dates(view, plan, outlook, present)
         if len(self._held) > self._config.max_considered:
             self._by_urgency.tell_apart(outlook.least_capacity)
@@ -233,7 +233,7 @@ class PendingQueue:
             snapshot=view.candidates((), now),
             weights=weights,
             max_steps_ahead=self._config.max_steps_ahead,
-            patience=patience,
+            patience=plan.patience,
             plans_all=plans_all,
             considered=tuple(seen),
             bases=bases,
@@ -241,12 +241,12 @@ class PendingQueue:
         )
         return Dispatch.of(held.pending, seen[-1], sent, record, yields, now)
 
-    def _patience(self, view: ClusterView, present: Candidates) -> float:
+    def _patience(self, view: ClusterView, num_idle: int) -> float:
         """See ``Plan``. Nobody takes an idle replica out of turn unless there is one for each request that waits here,
         nor where it may be for requests of another phase.
         """
         num_held = len(self._held)
-        if view.has_roles or (num_held > 1 and present.num_idle() < num_held):
+        if view.has_roles or (num_held > 1 and num_idle < num_held):
             return 0.0
         return PATIENCE * self._pace.alone.tokens_per_s
 

@@ -27,6 +27,8 @@ class Plan:
     Args:
         snapshot: the cluster, for no prompt in particular.
         max_steps_ahead: how much work replicas may have before a request that is sent there; see ``StepsAhead``.
+
+    Attributes:
         patience: prompt tokens that a request waits for while a replica is idle, for each second left to its objective;
             0: all. See ``RouteQuery.patience_tokens``.
     """
@@ -35,10 +37,10 @@ class Plan:
         self, snapshot: Candidates, weights: RouteWeights, max_steps_ahead: float, patience: float = 0.0
     ) -> None:
         self.weights = weights
-        self._patience = patience
+        self.patience = patience
         self._snapshot = snapshot
         self._steps_ahead = StepsAhead(max_steps_ahead)
-        self._native = None if library is None else NativePlan(snapshot, weights, max_steps_ahead, patience)
+        self._native = None if library is None else NativePlan(snapshot, weights, max_steps_ahead)
         self._columns = snapshot.columns  # the snapshot's own until something may be given away
         self._is_untouched = True
 
@@ -55,7 +57,7 @@ class Plan:
         """
         if self._native is not None and considered:
             self._own()
-            assignments, may_start = self._native.until_startable(self._columns, considered, plans_all)
+            assignments, may_start = self._native.until_startable(self._columns, considered, self.patience, plans_all)
             self._is_untouched &= not assignments and not considered[0].before
             return assignments, may_start
         return self._until_startable(considered, plans_all)
@@ -79,7 +81,7 @@ class Plan:
                 break
             if one.before:
                 note(self.foresee(one.before, one.query.block_size))
-            if place in dearer or (dearer and self._patience > 0):
+            if place in dearer or (dearer and self.patience > 0):
                 ((place, has_room),) = self._best([one])
             num_matched = one.matched.item(place) if place >= 0 else 0
             if has_room and self.can_start(one.query, place, num_matched, one.due_s):
@@ -105,9 +107,9 @@ class Plan:
 
     def patience_tokens(self, one: Considered) -> int | None:
         """``RouteQuery.patience_tokens`` of ``one`` now."""
-        if self._patience <= 0 or one.objective_s == math.inf:
+        if self.patience <= 0 or one.objective_s == math.inf:
             return None
-        return math.floor((one.objective_s - self._snapshot.now) * self._patience)
+        return math.floor((one.objective_s - self._snapshot.now) * self.patience)
 
     def give(self, query: RouteQuery, place: int, num_matched_blocks: int) -> None:
         """The replica at ``place`` is to take ``query``, now or later: requests after it count on what is left."""

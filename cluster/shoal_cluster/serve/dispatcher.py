@@ -137,8 +137,7 @@ class Dispatcher:
         self._waiters[pending.query.request_id] = waiter
         self.take_turn()
         if not (waiter.turn.done() or pending.is_admitted):
-            self.desk.check_size(pending)
-            self.desk.check_room(pending)
+            self.desk.check_newcomer(pending)
             self._push_out(pending)
         return waiter
 

@@ -65,8 +65,8 @@ class Table(Protocol):
         """The slot no longer holds anything: one pass over the table."""
         ...
 
-    def use(self, block_hashes: Collection[BlockHash]) -> None:
-        """Those of the hashes that are known were used, the first one most recently."""
+    def use(self, block_hashes: Sequence[BlockHash], count: int | None = None) -> None:
+        """Those of the first ``count`` hashes, or of all, that are known were used, the first one most recently."""
         ...
 
     def lengths(self, block_hashes: Sequence[BlockHash], also: Sequence[int] = ()) -> Ints:
@@ -145,9 +145,10 @@ class HolderTable:
         is_with: Bools = np.array(self._sets.with_slot(slot))
         self._let_go(slot, np.flatnonzero(is_with.take(self._holders)))
 
-    def use(self, block_hashes: Collection[BlockHash]) -> None:
-        rows, entries = self._find(_keys_of(block_hashes))
-        self._used.reshape(-1)[entries[::-1]] = self._next_ticks(len(block_hashes))[rows[::-1]]
+    def use(self, block_hashes: Sequence[BlockHash], count: int | None = None) -> None:
+        used = block_hashes[:count]
+        rows, entries = self._find(_keys_of(used))
+        self._used.reshape(-1)[entries[::-1]] = self._next_ticks(len(used))[rows[::-1]]
 
     def lengths(self, block_hashes: Sequence[BlockHash], also: Sequence[int] = ()) -> Ints:
         counts: Ints = np.zeros(self.num_slots, np.int64)

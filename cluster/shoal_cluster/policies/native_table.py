@@ -33,6 +33,7 @@ class NativeTable:
             raise MemoryError(f"max_entries: got {max_entries}; no memory for so many")
         self._now = CCounts.from_address(library.shoal_table_counts(self._table))
         weakref.finalize(self, library.shoal_table_destroy, self._table)
+        self._asked: tuple[Sequence[BlockHash], tuple[bytes, int]] = ((), (b"", 0))
         self._make_counts()
 
     @property
@@ -71,13 +72,14 @@ class NativeTable:
     def release_all(self, slot: int) -> None:
         self._check(self._library.shoal_table_release_all(self._table, slot))
 
-    def use(self, block_hashes: Collection[BlockHash]) -> None:
-        self._library.shoal_table_use(self._table, *_digests(block_hashes))
+    def use(self, block_hashes: Sequence[BlockHash], count: int | None = None) -> None:
+        digests, num_hashes = self._digests_of(block_hashes)
+        self._library.shoal_table_use(self._table, digests, num_hashes if count is None else min(count, num_hashes))
 
-    def lengths(self, block_hashes: Collection[BlockHash], also: Sequence[int] = ()) -> Ints:
+    def lengths(self, block_hashes: Sequence[BlockHash], also: Sequence[int] = ()) -> Ints:
         num_bytes = self.num_slots // BITS_PER_BYTE
         bits = b"".join([holders.to_bytes(num_bytes, "little") for holders in also]) if also else None
-        digests = _digests(block_hashes)
+        digests = self._digests_of(block_hashes)
         self._check(self._library.shoal_table_lengths(self._table, *digests, bits, self._counts_address))
         return self._counts.copy()
 
@@ -85,6 +87,15 @@ class NativeTable:
         fault = self._library.shoal_table_fault(self._table)
         assert fault is None, fault.decode()
         assert {slot for slot in range(self.num_slots) if self.num_held(slot)} <= set(slots)
+
+    def _digests_of(self, block_hashes: Sequence[BlockHash]) -> tuple[bytes, int]:
+        """``_digests``. Those of the last tuple are kept: a placement looks its blocks up and then uses them."""
+        if block_hashes is self._asked[0]:
+            return self._asked[1]
+        digests = _digests(block_hashes)
+        if isinstance(block_hashes, tuple):
+            self._asked = block_hashes, digests
+        return digests
 
     def _make_counts(self) -> None:
         self._counts: Ints = np.zeros(self._library.shoal_table_num_slots(self._table), np.int64)

@@ -125,7 +125,7 @@ class PrefixIndex:
         While there is plenty of room, recency does not matter and nothing is recorded.
         """
         if self._table.num_entries >= CROWDED * self.max_entries and block_hashes:
-            self._table.use(block_hashes[:count])
+            self._table.use(block_hashes, count)
 
     def check_invariants(self) -> None:
         """Those of the table, where only known replicas hold anything; each replica has a slot of its own."""

@@ -3,14 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Modules are compiled as they are imported first: most never are, and compiling all takes a third of the setup.
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 
 # Keeps Ray from starting a new cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
-.PHONY: setup demo test test-one-core test-other-core test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
+.PHONY: setup demo test test-first-chain test-second-chain test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
 
 setup: $(STAMP)
 
@@ -36,16 +35,16 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# Each part prints its output when it is done. Tests of clusters take longest and spend half of their time waiting: so
-# they come first on one core, and what computes all the time keeps the other one busy.
+# Two parts at a time; each prints its output when it is done. Tests of clusters take longest and spend half of their
+# time waiting, so they come first, beside those that compute all the time.
 test: setup npu-wheel
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-one-core test-other-core
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-first-chain test-second-chain
 
-test-one-core:
+test-first-chain:
 	@$(MAKE) --no-print-directory test-integration
 	@$(MAKE) --no-print-directory test-light
 
-test-other-core:
+test-second-chain:
 	@$(MAKE) --no-print-directory test-numerical
 	@$(MAKE) --no-print-directory test-npu
 	@$(MAKE) --no-print-directory test-simulation

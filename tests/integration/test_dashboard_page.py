@@ -23,7 +23,7 @@ from fixtures.fake_scaling import FIFTH
 from fixtures.waiting import DEADLINE_S, until
 from msgspec import structs
 
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.dashboard import state as dashboard_state
 from shoal_cluster.serve.dashboard.broadcast import Broadcast

@@ -21,7 +21,8 @@ from shoal_cluster.policies.pending_request import MAX_PRIORITY
 from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.route_decision import CandidateTerms, RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights
+from shoal_cluster.policies.route_record import RouteRecord
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve import codec, control_codec, scaling_codec
 from shoal_cluster.serve.call import Chunk, GenerateCall, Usage
 from shoal_cluster.serve.rows import ClusterRow, ModelCard, ModelRow, ReplicaRow, ScalingRow

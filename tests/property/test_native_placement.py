@@ -62,7 +62,7 @@ def test_both_tables_hold_and_forget_the_same(commands: list[tuple[str, int, int
             if name == "release_all":
                 table.release_all(slot)
             elif name == "use":
-                table.use(some)
+                table.use(some, None if stride == 1 else slot)  # all, or the first ones
             else:
                 getattr(table, name)(slot, dict.fromkeys(some))
             table.check_invariants(range(NUM_SLOTS))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from random import Random
@@ -77,7 +78,7 @@ class Churn:
                 raise ended
         for serve in self.serves:
             await until(lambda serve=serve: serve.is_idle)
-            await until(lambda serve=serve: all(sent == (0, 0, 0) for sent in serve.ledger.view._foreign))
+            await until(lambda serve=serve: not serve.ledger.view.present(time.monotonic()).num_reserved.any())
             assert serve.dispatcher is not None
             assert serve.dispatcher.num_held == serve.dispatcher._queue.num_blocks_to_decode == 0
             assert not len(serve.ledger.view.index.expected)

@@ -9,7 +9,8 @@ import pytest
 from fixtures.cluster_views import make_query, make_row
 
 from shoal_cluster.policies.candidates import Candidates
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
+from shoal_cluster.policies.route_record import RouteRecord, decide
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve import explainer
 from shoal_cluster.serve.explainer import Explainer
 from shoal_cluster.serve.explanation import Explanation, Refusal

@@ -11,7 +11,7 @@ import pytest
 from fixtures.fake_serve import Answer, FakePlacement, FakeServe, ask, serving, streaming
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_cluster.serve import feed_client, generation, leg
+from shoal_cluster.serve import feed_client, leg
 from shoal_cluster.serve.feed_client import FeedClient
 from shoal_cluster.serve.outcome import Outcome
 from shoal_cluster.serve.route_log import MAX_RECORDS_PER_REQUEST
@@ -140,7 +140,7 @@ async def test_a_slow_client_gets_everything() -> None:
         answer, call = Answer(), serve.generation(make_request("call", PROMPT, max_tokens=20))
         async with streaming(call) as chunks:
             answer.take(await anext(chunks))
-            await until(lambda: call._is_done)
+            await until(lambda: call._outputs.is_done)
             async for chunk in chunks:
                 answer.take(chunk)
         assert (answer.tokens, answer.reasons) == ([expected_tokens(PROMPT, 20)], ["length"])
@@ -148,7 +148,7 @@ async def test_a_slow_client_gets_everything() -> None:
 
 
 async def test_what_a_client_has_not_read_comes_in_messages_that_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_MERGED", 4)
+    monkeypatch.setattr("shoal_cluster.serve.outputs.MAX_MERGED", 4)
     async with serving("a") as serve:
         async with streaming(serve.generation(make_request("call", PROMPT, max_tokens=20))) as chunks:
             await anext(chunks)
@@ -397,7 +397,7 @@ async def test_a_beam_search_that_is_lost_with_half_of_its_answer_gives_the_othe
 
 
 async def test_a_beam_search_comes_in_messages_that_a_client_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_MERGED", 5)
+    monkeypatch.setattr("shoal_cluster.serve.outputs.MAX_MERGED", 5)
     async with serving("a") as serve:
         answer, sizes = Answer(2), list[tuple[int, int]]()
         asked = make_request("call", PROMPT, max_tokens=12, n=2, beam_width=3)
@@ -418,7 +418,7 @@ async def test_a_beam_search_comes_in_messages_that_a_client_can_take(monkeypatc
 async def test_a_scored_prompt_comes_in_messages_that_a_client_can_take(
     monkeypatch: pytest.MonkeyPatch, merged: int
 ) -> None:
-    monkeypatch.setattr(generation, "MAX_MERGED", merged)
+    monkeypatch.setattr("shoal_cluster.serve.outputs.MAX_MERGED", merged)
     async with serving("a", "b") as serve:
         await ask(serve, "before", prompt_token_ids=PROMPT)
         answer, sizes = Answer(2), list[int]()

@@ -17,7 +17,7 @@ from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.prefix_index import PrefixIndex
 from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.route_decision import RouteDecision
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome

@@ -18,7 +18,8 @@ from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
 from shoal_cluster.policies.pending import MOST_SIZES, PendingQueue
 from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.route_query import PRICED_STEPS
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights, route
+from shoal_cluster.policies.route_record import RouteRecord
+from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_cluster.policies.to_consider import MAX_FIRST_MATCH_AGE_S
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish

@@ -23,7 +23,8 @@ from shoal_cluster.policies.pending_request import PendingRequest
 from shoal_cluster.policies.phases import SHORT_S, Kind, PhaseRule
 from shoal_cluster.policies.roles import Roles, num_prefills
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.routing import RouteWeights, decide
+from shoal_cluster.policies.route_record import decide
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.serve.journal import EventKind
 from shoal_replica.guest_table import GuestTable

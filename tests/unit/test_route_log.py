@@ -13,7 +13,8 @@ from shoal_cluster.policies.admission import NOTHING_QUEUED, Admission, Admissio
 from shoal_cluster.policies.candidates import Candidates
 from shoal_cluster.policies.look import Considered, Look
 from shoal_cluster.policies.route_query import BYTES_PER_PASSED
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights, decide
+from shoal_cluster.policies.route_record import RouteRecord, decide
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve import route_log
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.route_log import BYTES_PER_HASH, BYTES_PER_STATS, MAX_BEHIND, MAX_RECORDS_PER_REQUEST, RouteLog

@@ -20,7 +20,8 @@ from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.routing import RouteWeights, decide, route
+from shoal_cluster.policies.route_record import decide
+from shoal_cluster.policies.routing import RouteWeights, route
 from shoal_replica.errors import ConfigError, Unavailable
 from shoal_replica.prefix_cache import hash_blocks
 from shoal_replica.testing import make_request, make_scheduler

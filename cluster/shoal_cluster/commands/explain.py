@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shoal_cluster.policies.autoscaling_view import ScaleRecord
-    from shoal_cluster.policies.routing import RouteRecord
+    from shoal_cluster.policies.route_record import RouteRecord
     from shoal_cluster.serve.explanation import Explanation
     from shoal_cluster.serve.rows import ScalingRow
 

@@ -10,7 +10,7 @@ from shoal_cluster.policies.considered import Considered
 from shoal_cluster.policies.look import Look, Sent
 from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.route_decision import RouteDecision
-from shoal_cluster.policies.routing import Rule
+from shoal_cluster.policies.route_record import Rule
 
 
 class Dispatch(NamedTuple):

@@ -107,7 +107,7 @@ class NativePlan:
             weights.prefill_price,
             weights.decode_price,
             max_steps_ahead,
-            0.0,
+            0.0,  # the patience, which each call of ``until_startable`` sets
             _address_of_told(self._told),
             addressof(_layout),
         )
@@ -116,8 +116,8 @@ class NativePlan:
         """See ``Plan.outlook``."""
         assert library is not None
         library.shoal_outlook(byref(self._cluster), _address(columns), token_s, byref(_outlook))
-        o = _outlook
-        return Outlook(o.num_startable, o.num_idle, o.least_capacity, o.most_room, o.wait_s)
+        told = _outlook
+        return Outlook(told.num_startable, told.num_idle, told.least_capacity, told.most_room, told.wait_s)
 
     def until_startable(
         self, columns: Ints, considered: Sequence[Considered], patience: float, plans_all: bool

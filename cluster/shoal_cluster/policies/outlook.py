@@ -16,7 +16,7 @@ class Outlook(NamedTuple):
 
     Attributes:
         num_startable: how many replicas may start something, if it is urgent.
-        num_idle: how many that accept requests have nothing to compute.
+        num_idle: as ``Candidates.num_idle``, by the same columns as the rest.
         least_capacity: blocks of the largest request that all accepting replicas can take; 0 if none accepts requests.
         most_room: free blocks for a newcomer where there are most, at least -1; without a free slot a replica has -1.
         wait_s: seconds until some replica can begin with a prompt that is sent now: the running step has to end, and

@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         patience: prompt tokens that a request waits for while a replica is idle, for each second left to its objective;
-            0: all. See ``RouteQuery.patience_tokens``.
+            0: all. See ``RouteQuery.patience_tokens``. Not to be changed once requests are planned.
     """
 
     def __init__(

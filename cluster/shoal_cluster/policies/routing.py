@@ -1,11 +1,11 @@
-"""Routing by predicted work before the first token. Every decision explains itself and can be replayed."""
+"""Routing by predicted work before the first token. Every decision explains itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,63 +259,3 @@ def _uncached(query: RouteQuery, num_matched_blocks: Ints) -> Ints:
 def _passed(query: RouteQuery, candidates: Candidates) -> Ints:
     by_id = dict(query.passed)
     return np.array([by_id.get(replica_id, 0) for replica_id in candidates.replica_ids], np.int64)
-
-
-class Rule(Protocol):
-    """A placement rule that decides in place of ``route``; see ``baselines.NamedRule``."""
-
-    @property
-    def routing(self) -> str: ...
-
-    def decide(
-        self, query: RouteQuery, candidates: Candidates, weights: RouteWeights, rng: Random
-    ) -> RouteDecision: ...
-
-
-class RouteRecord(NamedTuple):
-    """A decision with all its inputs. ``time_s`` is wall-clock time, for display only. Without a ``rule``, ``route``
-    decided.
-    """
-
-    time_s: float
-    query: RouteQuery
-    replicas: Candidates
-    weights: RouteWeights
-    seed: int
-    decision: RouteDecision
-    rule: Rule | None = None
-
-    def replay(self) -> RouteDecision:
-        """Decide again from the record: equal to ``decision``."""
-        decide_ = route if self.rule is None else self.rule.decide
-        return decide_(self.query, self.replicas, self.weights, Random(self.seed))
-
-    @property
-    def by(self) -> str:
-        """The rule and its inputs besides the replicas, as text."""
-        if self.rule is not None:
-            return f"{self.rule.routing}, seed {self.seed}"
-        weights = ", ".join(f"{field.name} {getattr(self.weights, field.name):g}" for field in fields(self.weights))
-        return f"{OWN_RULE}, {weights}, seed {self.seed}"
-
-    def ages_s(self) -> dict[str, float]:
-        """Age of each replica's stats in seconds; replicas without stats are left out."""
-        told = zip(self.replicas.replica_ids, self.replicas.age_s.tolist(), self.replicas.stats, strict=True)
-        return {replica_id: age_s for replica_id, age_s, stats in told if stats is not None}
-
-
-def decide(
-    query: RouteQuery,
-    candidates: Candidates,
-    weights: RouteWeights,
-    *,
-    seed: int,
-    time_s: float,
-    rule: Rule | None = None,
-) -> RouteRecord:
-    """Decide by ``route``, or by ``rule`` in its place, with a fresh generator of ``seed``. Returns the record."""
-    if rule is None:
-        _, decision = choose(query, candidates, weights, seed)
-    else:
-        decision = rule.decide(query, candidates, weights, Random(seed))
-    return RouteRecord(time_s, query, candidates, weights, seed, decision, rule)

@@ -169,8 +169,9 @@ class ClusterView:
         """A prompt is computed, or never will be: only what its replica reports as cached counts now. Idempotent."""
         expected = self._in_flight.remove(prompt)
         if expected is not None:
-            replica_id, block_hashes = expected
-            self.index.expected.remove(self.index.slot(replica_id), block_hashes)
+            place, block_hashes = self._members.place_of[expected[0]], expected[1]
+            slot: int = self._matches.slots.item(place)
+            self.index.expected.remove(slot, block_hashes)
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The replica's own stats count these requests from now on, so their promises end. Idempotent."""

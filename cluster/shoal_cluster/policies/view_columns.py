@@ -100,12 +100,11 @@ class ViewColumns:
         self._own_promised()
         promise(self._columns, place, num_requests, num_blocks, num_tokens)
 
-    def set_foreign(self, place: int, *foreign: int) -> None:
+    def set_foreign(self, place: int, num_requests: int, num_blocks: int, num_tokens: int) -> None:
         """Set the requests, blocks and tokens that other gateways have promised to a member."""
-        before = self._foreign[place]
+        before, foreign = self._foreign[place], (num_requests, num_blocks, num_tokens)
         if foreign != before:
-            num_requests, num_blocks, num_tokens = foreign
-            self._foreign[place] = num_requests, num_blocks, num_tokens
+            self._foreign[place] = foreign
             self.promise(place, num_requests - before[0], num_blocks - before[1], num_tokens - before[2])
 
     def present(self, now: float) -> Candidates:
@@ -125,7 +124,7 @@ class ViewColumns:
         return self._present
 
     def snapshot(self, now: float) -> Candidates:
-        """``present`` to keep: later changes are made to copies."""
+        """``present`` to keep: later changes do not show in it."""
         self._is_told_shared = self._is_promised_shared = True
         return self.present(now)
 

@@ -61,18 +61,22 @@ class AdmissionDesk:
             self._obey(AdmissionRecord(pending.query, candidates, self.limits, NOTHING_QUEUED, admission), pending)
 
     def check_newcomer(self, pending: PendingRequest) -> None:
-        """Whether a request that has just come, is in the queue and cannot start at once may wait. Raises
-        InvalidArgument: no replica has enough blocks. ResourceExhausted: too much goes before it.
+        """Check a request that has just come, is in the queue and cannot start at once.
+
+        Raises:
+            InvalidArgument: no replica has enough blocks.
+            ResourceExhausted: too much goes before it.
         """
         query, now = pending.query, time.monotonic()
         candidates = self._ledger.view.candidates(query.block_hashes, now)
-        self._queue.know_match(query.request_id, candidates)
-        if not is_eligible(query, candidates).any():
+        can_go = bool(is_eligible(query, candidates).any())
+        if not can_go:
             self.check_size(pending)
-            return
-        queued = self._at_all_gateways(*self._queue.before(query.request_id))
-        admission = admit(query, candidates, self.limits, queued)
-        self._obey(AdmissionRecord(query, candidates, self.limits, queued, admission), pending)
+        self._queue.know_match(query.request_id, candidates)
+        if can_go:
+            queued = self._at_all_gateways(*self._queue.before(query.request_id))
+            admission = admit(query, candidates, self.limits, queued)
+            self._obey(AdmissionRecord(query, candidates, self.limits, queued, admission), pending)
 
     def overflow(self) -> tuple[PendingRequest, ShoalError] | None:
         """The request that must leave because more is held than may be, and what its client is told: the last in order,

@@ -15,7 +15,8 @@ from shoal_cluster.policies.memory import Recollection
 from shoal_cluster.policies.replica_view import ReplicaView
 from shoal_cluster.policies.route_decision import CandidateTerms, RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights, Rule
+from shoal_cluster.policies.route_record import RouteRecord, Rule
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.block_sums import BlockLedger, sum_blocks
 from shoal_cluster.serve.rows import ClusterRow, ModelRow, ReplicaRow
 from shoal_cluster.serve.view_tally import ViewQuality

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.pending_request import QueuePlace
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_replica.errors import ResourceExhausted, ShoalError
 
 MAX_NAMED = 8

@@ -20,7 +20,8 @@ from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective
 from shoal_cluster.policies.pending_request import RESUMED_PRIORITY, PendingRequest
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.routing import RouteRecord, RouteWeights
+from shoal_cluster.policies.route_record import RouteRecord
+from shoal_cluster.policies.routing import RouteWeights
 from shoal_cluster.serve.access import Access
 from shoal_cluster.serve.admin import check_admin_key
 from shoal_cluster.serve.admission_desk import limits_of

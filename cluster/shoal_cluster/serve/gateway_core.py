@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.block_map import BlockMap
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt
 from shoal_cluster.serve.deployment_watch import DeploymentRow

@@ -14,7 +14,8 @@ from shoal_cluster.policies.named_placement import NamedPlacement, placement_by
 from shoal_cluster.policies.prefix_index import DEFAULT_MAX_ENTRIES
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery, uncached_blocks, uncached_tokens
-from shoal_cluster.policies.routing import OWN_RULE, RouteRecord, RouteWeights, decide
+from shoal_cluster.policies.route_record import RouteRecord, decide
+from shoal_cluster.policies.routing import OWN_RULE, RouteWeights
 from shoal_cluster.policies.slowness import Slowness
 from shoal_cluster.policies.view import ClusterView
 from shoal_cluster.policies.wishes import Wish
@@ -70,8 +71,7 @@ class GatewayLedger:
         self.sources = BlockSources()
         self.recalls = Recalls(self.view, self._feeds, self.sent, self.can_place, self.journal)
         self._moves = Moves(self.view, self._feeds, self.sent, self.sources)
-        self.routes = RouteLog()
-        self.view_tally = ViewTally()
+        self.routes, self.view_tally = RouteLog(), ViewTally()
         self._changed = asyncio.Event()
 
     def use_rule(self, name: str) -> None:

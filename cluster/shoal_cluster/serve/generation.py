@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Set
 from dataclasses import replace
 from functools import partial
@@ -18,8 +17,9 @@ from shoal_cluster.serve.call_times import CallTimes, LegTimes
 from shoal_cluster.serve.explanation import Refusal
 from shoal_cluster.serve.gateway_ledger import GatewayLedger
 from shoal_cluster.serve.journal import EventKind
-from shoal_cluster.serve.leg import Leg, Output, Placement, ReplicaLeft, ReplicaLost, ReplicaUnheard
+from shoal_cluster.serve.leg import Leg, Placement, ReplicaLeft, ReplicaLost, ReplicaUnheard
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.outputs import Outputs
 from shoal_cluster.serve.request_id import leg_id
 from shoal_cluster.serve.served_adapters import ServedAdapters
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ShoalError, Unavailable
@@ -30,7 +30,6 @@ from shoal_replica.tokenizer import Tokenizer
 MAX_RESUMES = 3
 MAX_REFUSALS = 4
 UNHEARD_S = 0.1  # pause before retrying a replica that has no feed to this gateway
-MAX_MERGED = 256  # tokens in a message, or few more: with 20 log-probabilities each, 80 KB of a client's 4 MiB
 
 Place = Callable[[Request, RouteQuery, float], Placement]  # the float is the call's deadline
 
@@ -71,16 +70,14 @@ class Generation:
         self._placement_timeout_s = placement_timeout_s
         self._loop = asyncio.get_running_loop()
         params = request.sampling_params
-        self._outputs = [
-            Output(TextStream.of(tokenizer, params, request.prompt_token_ids, shown)) for _ in range(params.n)
-        ]
+        texts = (TextStream.of(tokenizer, params, request.prompt_token_ids, shown) for _ in range(params.n))
+        self._outputs = Outputs(texts)
         self._times = times
         self._num_cached_tokens = 0
         self._replica_id = ""
         self._num_legs = 0
         self._deadline_s = math.inf  # on time.monotonic's clock
         self.num_resumes = 0
-        self._chunks: deque[Chunk] = deque()
         self._ready = asyncio.Event()
         self._failure: BaseException | None = None
         self._legs: set[asyncio.Task[None]] = set()
@@ -98,18 +95,18 @@ class Generation:
         self._deadline_s = self._times.arrived_s + timeout_s
         deadline = self._loop.call_later(self._deadline_s - time.monotonic(), self.fail, error)
         refused_before = self._ledger.routes.refusal_of(self._request.request_id)
-        self._start_leg(_Part(self._request, range(len(self._outputs)), num_resumes=0))
+        self._start_leg(_Part(self._request, range(len(self._outputs.sequences)), num_resumes=0))
         is_first = True
         try:
             while True:
                 await self._ready.wait()
                 self._ready.clear()
-                while self._chunks:
-                    chunk = self._next_chunk()
+                while self._outputs.has_chunks:
+                    chunk = self._outputs.next_chunk()
                     if is_first:
                         prompt = PromptRead(tuple(self._request.prompt_token_ids), self._num_cached_tokens)
                         chunk, is_first = replace(chunk, prompt=prompt), False
-                    if not self._chunks and self._is_done:
+                    if not self._outputs.has_chunks and self._outputs.is_done:
                         yield replace(chunk, usage=self.usage())
                         return
                     yield chunk
@@ -118,7 +115,7 @@ class Generation:
         finally:
             deadline.cancel()
             self._is_over = True
-            if not self._is_done:  # else its calls are returning: cancelling one would count as a failure
+            if not self._outputs.is_done:  # else its calls are returning: cancelling one would count as a failure
                 self._keep_end(refused_before)
                 await self._cancel_legs()
 
@@ -144,28 +141,12 @@ class Generation:
             )
             routes.refuse(Refusal.of(error, time.time(), call_id, terms))
 
-    def _next_chunk(self) -> Chunk:
-        """The oldest chunk, merged with those of its sequence right behind it: a client or gateway that is slower than
-        the tokens gets several at once and falls no further behind.
-        """
-        first = self._chunks.popleft()
-        chunks = [first]
-        num_tokens = len(first.token_ids) + len(first.prompt_logprobs)
-        while self._chunks and self._chunks[0].index == first.index and num_tokens < MAX_MERGED:
-            chunks.append(self._chunks.popleft())
-            num_tokens += len(chunks[-1].token_ids)
-        return first if len(chunks) == 1 else Chunk.joined(chunks)
-
-    @property
-    def _is_done(self) -> bool:
-        return all(output.is_done for output in self._outputs)
-
     def usage(self) -> Usage:
         """The call's token usage so far."""
         return Usage(
             num_prompt_tokens=self._request.num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=sum(len(o.token_ids) for o in self._outputs),
+            num_output_tokens=self._outputs.num_tokens,
             replica_id=self._replica_id,
             ttft_s=self._times.ttft_s or 0.0,
             num_resumes=self.num_resumes,
@@ -223,7 +204,7 @@ class Generation:
         self._num_legs += 1
         sent, query = self._as_sent(part.request, excluded)
         times = self._times.start_leg(time.monotonic())
-        outputs = {index: self._outputs[index] for index in part.indexes}
+        outputs = {index: self._outputs.sequences[index] for index in part.indexes}
         leg = Leg(outputs, times, self._try_take, partial(self._go_on, part, sent.request_id))
         self._ledger.follow(sent.request_id, leg)
         try:
@@ -266,11 +247,11 @@ class Generation:
         tokens, all in one. A beam search gives its tokens at its end, and would give the same ones again.
         """
         params = part.request.sampling_params
-        if params.is_beam_search or not any(self._outputs[index].token_ids for index in part.indexes):
+        if params.is_beam_search or not any(self._outputs.sequences[index].token_ids for index in part.indexes):
             self._start_leg(part)
             return
         for index in part.indexes:
-            output = self._outputs[index]
+            output = self._outputs.sequences[index]
             if output.is_done:
                 continue
             alone = replace(
@@ -299,49 +280,22 @@ class Generation:
 
     def _take(self, leg: LegTimes, replica_id: str, delta: TokenDelta) -> None:
         """Count and time a delta, and pass it on to the client."""
-        output = self._outputs[delta.index]
         self._replica_id = replica_id
         if self._times.first_token_s is None:
             self._num_cached_tokens = delta.num_cached_tokens
         now = time.monotonic()
         leg.take(delta.start, now)
         self._times.take(delta.index, len(delta.token_ids), now, delta.start is not None)
-        for start in range(0, len(delta.prompt_logprobs), MAX_MERGED):
-            piece_of_prompt = delta.prompt_logprobs[start : start + MAX_MERGED]
-            self._chunks.append(Chunk(index=delta.index, prompt_logprobs=piece_of_prompt))
-        for piece in delta.pieces(MAX_MERGED):
-            if not output.is_done:  # else a stop string has ended it within the delta
-                self._pass_on(output, piece)
-
-    def _pass_on(self, output: Output, delta: TokenDelta) -> None:
-        """Make a chunk of a delta."""
-        was_live = delta.finish_reason is None
-        text, delta = output.text_stream.take(delta)
-        output.token_ids.extend(delta.token_ids)
-        finish_reason = delta.finish_reason
-        if output.text_stream.stopped and was_live:
+        if self._outputs.take(delta):
             self._ledger.abort(delta.request_id, delta.index)
-        if finish_reason is not None:
-            output.is_done = True
-        if not delta.token_ids and finish_reason is None:
-            return  # a beam search has begun to find tokens
-        self._chunks.append(
-            Chunk(
-                index=delta.index,
-                text=text,
-                token_ids=delta.token_ids,
-                logprobs=delta.logprobs,
-                finish_reason=finish_reason,
-                stop_reason=None if finish_reason is None else output.text_stream.stop_reason(delta),
-            )
-        )
-        self._ready.set()
+        if self._outputs.has_chunks:
+            self._ready.set()
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, which ``chunks`` raises; not where it has failed already."""
         if self._failure is None:
             self._failure = error
-            if not self._is_done:  # at once: a slow client may not read the error for long, and others need the room
-                for leg in self._legs:
+            if not self._outputs.is_done:
+                for leg in self._legs:  # at once: a slow client may not read the error for long, others need the room
                     leg.cancel()
         self._ready.set()

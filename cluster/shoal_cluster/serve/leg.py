@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -13,10 +12,10 @@ import msgspec
 from shoal_cluster.serve.call_times import LegTimes
 from shoal_cluster.serve.feed_messages import Refused
 from shoal_cluster.serve.outcome import Outcome
+from shoal_cluster.serve.outputs import Output
 from shoal_cluster.serve.sent_requests import Follower
 from shoal_replica.errors import InvalidArgument, ShoalError, Unavailable
 from shoal_replica.request import FinishReason, TokenDelta
-from shoal_replica.text_stream import TextStream
 
 GRACE_S = 2.0  # how far apart the end of a call and its last tokens may arrive: they travel separately
 
@@ -50,15 +49,6 @@ class ReplicaLeft(ReplicaLost):
 
 class ReplicaUnheard(ReplicaLost):
     """The replica has no feed to this gateway, which has not noticed yet. It did not run the request but may soon."""
-
-
-@dataclass(slots=True)
-class Output:
-    """One sequence of a call, as far as the client has received it."""
-
-    text_stream: TextStream
-    token_ids: list[int] = field(default_factory=list)
-    is_done: bool = False
 
 
 class Leg(Follower):

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from shoal_cluster.policies.admission import AdmissionRecord
 from shoal_cluster.policies.look import Look
 from shoal_cluster.policies.route_query import BYTES_PER_PASSED
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.call import MAX_PROMPTS
 from shoal_cluster.serve.explanation import Explanation, Refusal, SentBy
 from shoal_cluster.serve.request_id import call_of

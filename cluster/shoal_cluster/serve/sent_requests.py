@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal_cluster.policies.route_decision import RouteDecision
 from shoal_cluster.policies.route_query import RouteQuery
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.feed_messages import Refused
 from shoal_cluster.serve.request_id import call_of
 from shoal_replica.errors import InvalidArgument

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal_cluster.policies.route_decision import CandidateTerms
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.explanation import Explanation, HeldRequest, Refusal, SentBy
 
 

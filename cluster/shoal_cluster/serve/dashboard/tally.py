@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 
 NUM_COUNTED = 500
 NUM_LOOKED_AT = 100

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.block_sums import sum_blocks
 from shoal_cluster.serve.dashboard.history import Sample
 from shoal_cluster.serve.dashboard.meter import Rates

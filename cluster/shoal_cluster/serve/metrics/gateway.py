@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import psutil
 
 from shoal_cluster.policies.prefix_index import PrefixIndex
-from shoal_cluster.policies.routing import RouteRecord
+from shoal_cluster.policies.route_record import RouteRecord
 from shoal_cluster.serve.call_record import CallRecord, RequestOutcome
 from shoal_cluster.serve.call_times import HANDOVER_REASONS
 from shoal_cluster.serve.latency_window import LatencyWindow

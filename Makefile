@@ -9,7 +9,7 @@ PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 # Keeps Ray from starting a new cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
-.PHONY: setup demo test test-first-chain test-second-chain test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
+.PHONY: setup demo test test-models test-policies test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
 
 setup: $(STAMP)
 
@@ -35,18 +35,17 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# Two parts at a time; each prints its output when it is done. Tests of clusters take longest and spend half of their
-# time waiting, so they come first, beside those that compute all the time.
+# Three parts at a time; each prints its output when it is done. Tests of clusters take longest and spend half of their
+# time waiting: beside them alone, two cores were busy for half of the time.
 test: setup npu-wheel
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-first-chain test-second-chain
+	@$(MAKE) --no-print-directory --output-sync=target -j3 test-integration test-models test-policies
 
-test-first-chain:
-	@$(MAKE) --no-print-directory test-integration
-	@$(MAKE) --no-print-directory test-light
-
-test-second-chain:
+test-models:
 	@$(MAKE) --no-print-directory test-numerical
 	@$(MAKE) --no-print-directory test-npu
+
+test-policies:
+	@$(MAKE) --no-print-directory test-light
 	@$(MAKE) --no-print-directory test-simulation
 
 test-light: setup

@@ -116,8 +116,8 @@ class NativePlan:
         """See ``Plan.outlook``."""
         assert library is not None
         library.shoal_outlook(byref(self._cluster), _address(columns), token_s, byref(_outlook))
-        told = _outlook
-        return Outlook(told.num_startable, told.num_idle, told.least_capacity, told.most_room, told.wait_s)
+        num_startable, num_idle = _outlook.num_startable, _outlook.num_idle
+        return Outlook(num_startable, num_idle, _outlook.least_capacity, _outlook.most_room, _outlook.wait_s)
 
     def until_startable(
         self, columns: Ints, considered: Sequence[Considered], patience: float, plans_all: bool

@@ -9,7 +9,7 @@ PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 # Keeps Ray from starting a new cluster when a handle outlives its own.
 export RAY_ENABLE_AUTO_CONNECT := 0
 
-.PHONY: setup demo test test-models test-policies test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
+.PHONY: setup demo test test-integration test-light test-numerical test-npu test-simulation check format bench proto clean npu-wheel
 
 setup: $(STAMP)
 
@@ -35,18 +35,11 @@ npu-wheel: setup
 	@test -d $(NPU_WHEEL)/torch_npu || $(PIP) --no-deps --target $(NPU_WHEEL) torch_npu==2.13.0 || \
 		{ rm -rf $(NPU_WHEEL); echo "torch_npu 2.13.0 cannot be installed here: tests/npu will be skipped"; }
 
-# Three parts at a time; each prints its output when it is done. Tests of clusters take longest and spend half of their
+# Three parts at a time, the longest first; each prints its output when it is done. Tests of clusters spend half of their
 # time waiting: beside them alone, two cores were busy for half of the time.
 test: setup npu-wheel
-	@$(MAKE) --no-print-directory --output-sync=target -j3 test-integration test-models test-policies
-
-test-models:
-	@$(MAKE) --no-print-directory test-numerical
-	@$(MAKE) --no-print-directory test-npu
-
-test-policies:
-	@$(MAKE) --no-print-directory test-light
-	@$(MAKE) --no-print-directory test-simulation
+	@$(MAKE) --no-print-directory --output-sync=target -j3 \
+		test-integration test-numerical test-light test-simulation test-npu
 
 test-light: setup
 	@$(BIN)/pytest tests/unit tests/property tests/golden -q

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fixtures.rounded_products import load_bfloat16_oracle
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal_replica import LLM, SamplingParams
@@ -140,7 +141,7 @@ def test_a_pool_so_small_that_sequences_are_preempted(folder, prompts, expected)
 def test_bfloat16_parts_only_where_transformers_is_undecided(folder, prompts):
     with LLM(folder, dtype="bfloat16", num_threads=1, num_blocks=512) as llm:
         outputs = [output.token_ids for output in llm.generate(prompts, GREEDY)]
-    model, exact = (AutoModelForCausalLM.from_pretrained(folder, dtype=t) for t in (torch.bfloat16, torch.float32))
+    model, exact = load_bfloat16_oracle(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, ours in zip(prompts, outputs, strict=True):
         theirs = oracle_tokens(model, prompt, ours)
         if ours == theirs:

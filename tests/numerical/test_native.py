@@ -40,6 +40,7 @@ from fixtures.native_models import (
     turn,
     widened,
 )
+from fixtures.rounded_products import load_bfloat16_oracle
 from fixtures.waiting import DEADLINE_S
 from numpy._core import _multiarray_umath
 from safetensors.torch import load_file, save_file
@@ -1011,7 +1012,7 @@ def test_accuracy_of_bf16_and_of_integer_weights() -> None:
     token_ids = Tokenizer.from_folder(folder).encode(text)[:2048]
     assert len(token_ids) == 2048
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rounded = load_bfloat16_oracle(folder)
     cache = CacheConfig(num_blocks=16, block_size=32)
     ours = {
         name: NativeCpuDecoder(

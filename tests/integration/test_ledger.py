@@ -11,6 +11,7 @@ import pytest
 from fixtures.live_cluster import CHANGE_TIMEOUT_S, LiveCluster, pid_of
 
 from shoal_cluster.commands.client import GatewayClient
+from shoal_cluster.policies.block_offer import best_offer
 from shoal_cluster.serve.call import GenerateCall, Usage
 from shoal_cluster.serve.rows import ClusterRow
 from shoal_replica import SamplingParams
@@ -60,14 +61,17 @@ async def test_a_run_is_placed_by_a_young_and_true_view_and_every_decision_repla
         num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
         num_predicted = after.num_predicted_tokens - before.num_predicted_tokens
         num_cached = after.num_cached_tokens - before.num_cached_tokens
-        assert after.num_requests - before.num_requests == len(ids)
+        records = [record for i in ids for record in (await client.explain(i)).records]
+        offers = [best_offer(record.replicas, record.decision.ranked[0]) for record in records]
+        assert len(records) == len(ids)
+        # What another replica may give blocks to says nothing of the view; a busy machine sends some elsewhere.
+        assert after.num_requests - before.num_requests == offers.count(None) >= len(ids) / 2
         assert num_cached > num_prompt / 3
         assert abs(num_predicted - num_cached) <= MAX_ERROR * num_prompt, (num_predicted, num_cached, num_prompt)
         assert after.age_p99_s <= MAX_AGE_S
-        for request_id in ids:
-            for record in (await client.explain(request_id)).records:
-                assert record.replay() == record.decision
-                assert record.decision.ranked[0] in record.replicas.replica_ids
+        for record in records:
+            assert record.replay() == record.decision
+            assert record.decision.ranked[0] in record.replicas.replica_ids
 
 
 async def test_a_restarted_gateway_is_whole_again_and_knows_what_is_cached(cluster: LiveCluster) -> None:

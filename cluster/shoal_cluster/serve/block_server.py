@@ -14,6 +14,7 @@ from shoal_cluster.serve.block_wire import (
     receive,
     send_blocks,
 )
+from shoal_cluster.serve.listening import stop_listening
 from shoal_cluster.serve.logs import error_fields, fields
 from shoal_replica.block_exchange import BlockExchange
 from shoal_replica.errors import ShoalError
@@ -43,6 +44,7 @@ class BlockServer:
         piece_bytes = PIECE_BYTES_BETWEEN_STEPS if blocks.waits_for_steps else PIECE_BYTES
         self._num_at_once = max(1, piece_bytes // block_bytes)
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         self._open: set[asyncio.Task[None]] = set()  # connections
         self._giving: set[asyncio.Task[None]] = set()  # those that have asked
 
@@ -56,8 +58,9 @@ class BlockServer:
         """Stop listening, and let what is being given come to its end, up to ``LAST_GIVE_S``: requests that were here a
         moment ago go on elsewhere.
         """
+        self._is_closed = True
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
         for task in self._open - self._giving:
             task.cancel()
         if self._giving:
@@ -68,6 +71,9 @@ class BlockServer:
             await asyncio.wait(self._open, timeout=CLOSE_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closed:  # it was being accepted then
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)

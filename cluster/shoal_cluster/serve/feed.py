@@ -40,6 +40,7 @@ from shoal_cluster.serve.feed_messages import (
     frames_from_gateway,
     put,
 )
+from shoal_cluster.serve.listening import stop_listening
 from shoal_cluster.serve.subscriber import Subscriber
 from shoal_replica.engine import Engine
 from shoal_replica.frames import frame
@@ -107,7 +108,7 @@ class FeedServer:
             self._unsubscribe()
             self._unsubscribe = None
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
         for connection in tuple(self._connections):
             connection.hang_up()
         if self._telling is not None:

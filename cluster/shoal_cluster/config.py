@@ -29,7 +29,10 @@ AdapterName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 def _absolute(value: str) -> str:
     """A folder by its whole path: other processes run in other folders, and would take it for a hub id."""
-    folder = Path(value).expanduser()
+    try:
+        folder = Path(value).expanduser()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"got {value!r}; {error}") from None
     return str(folder.resolve()) if folder.is_dir() else value
 
 

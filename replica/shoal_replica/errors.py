@@ -24,8 +24,11 @@ class ShoalError(Exception):
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: cut if it is long."""
-    whole = repr(value)
+    """A value as messages show it: cut if it is long, and only its kind if it is nested too deeply."""
+    try:
+        whole = repr(value)
+    except RecursionError:
+        return f"a nested {type(value).__name__}"
     return whole if len(whole) <= MAX_SHOWN_VALUE else whole[: MAX_SHOWN_VALUE - 1] + "…"
 
 

@@ -236,6 +236,21 @@ def test_what_is_no_text_is_refused(arguments: list[str]) -> None:
     assert "must be valid UTF-8" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tune", "--min-replicas", "99999999999"],
+        ["tune", "--max-replicas", "-1"],
+        ["bench", "scaling", "--requests-per-replica", "0"],
+        ["bench", "scaling", "--requests-per-replica", "nan"],
+    ],
+)
+def test_numbers_outside_their_range_are_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[-2]}'" in result.stderr
+
+
 def test_figures_that_could_not_be_kept_are_not_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "engine", "--json", str(tmp_path / "nowhere" / "x.json")])
     assert result.exit_code == 1

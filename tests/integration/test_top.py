@@ -70,6 +70,29 @@ def test_nobody_there_is_said_in_one_line() -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("address", ["[::1", "a]b:80", "℀:8000"])
+def test_what_is_no_address_is_said_in_one_line(address: str) -> None:
+    result = CliRunner().invoke(app, ["top", "--once", "--address", address])
+    assert result.exit_code == 1
+    assert "no Shoal gateway at http://" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+async def test_another_server_is_said_to_be_none_of_ours() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n<html>")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["top", "--once", "--address", address])
+    assert result.exit_code == 1
+    assert result.stderr.endswith("answers something else: is it a Shoal gateway?\n")
+    assert result.stderr.count("\n") == 1
+
+
 async def test_a_broken_stream_is_said_and_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "REDIAL_S", 0.05)
     address = free_address()

@@ -691,9 +691,20 @@ class TestReadConfig:
         [
             (b"{", "not YAML"),
             (b"\xff\xfe\x00", "not YAML"),
+            (b"[" * 2000, "not YAML"),
+            (b"since: 2024-02-30", "not YAML: day is out of range"),
+            (
+                b"applications: [{import_path: 'shoal_cluster.serve.app:build', deployments: [{}], args: {model: m}}]",
+                "deployments: got [{}]; must be a list, each with a name",
+            ),
+            (
+                b"applications: [{import_path: 'shoal_cluster.serve.app:build', args: {model: m, "
+                b"adapters: {a: ~no-such-user/a}}}]",
+                "adapters.a: got '~no-such-user/a'; Could not determine home directory",
+            ),
             (b"", "no application"),
             (b"applications: 5", "no application"),
-            (b"applications: [text, 3]", "no application"),
+            (b"applications: [text, 3]", "applications: got 'text'; each must be an object"),
             (b"- a", "no application"),
             (YAML.replace("model", "modle").encode(), "model: required; modle: unknown key"),
         ],

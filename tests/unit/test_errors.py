@@ -58,6 +58,15 @@ def test_invalid_argument_names_its_field() -> None:
     }
 
 
+def test_what_is_nested_too_deeply_to_be_shown_is_called_so() -> None:
+    value: object = "x"
+    for _ in range(100_000):
+        value = [value]
+    assert str(InvalidArgument("prompt", value, "must be text")) == "prompt: got a nested list; must be text"
+    while isinstance(value, list):  # its end would nest as deeply
+        value = value.pop()
+
+
 def test_a_subclass_speaks_as_its_base() -> None:
     class NoSuchAdapter(NotFound):
         pass

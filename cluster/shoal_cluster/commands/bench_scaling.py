@@ -23,7 +23,7 @@ def scaling(
         list[str] | None, typer.Option(help="shoal, serve, hpa, kpa or threshold; several are compared. Default: all.")
     ] = None,
     requests_per_replica: Annotated[
-        float, typer.Option(help="Target of serve and kpa, in requests per replica.")
+        float, typer.Option(min=0.01, help="Target of serve and kpa, in requests per replica.")
     ] = 2.0,
     startup_s: Annotated[float, typer.Option(min=0, help="Seconds until a new replica serves.")] = 30.0,
     target_utilization: Annotated[float, typer.Option(help="Target of shoal and hpa.")] = 0.7,

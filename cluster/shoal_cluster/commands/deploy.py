@@ -17,7 +17,7 @@ from rich.console import Console
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.deployment_watch import last_error
 from shoal_cluster.user_config import UserConfig
-from shoal_replica.errors import ConfigError, NotFound, Unavailable
+from shoal_replica.errors import ConfigError, NotFound, Unavailable, shown
 
 GATEWAY = "Gateway"
 APP_IMPORT_PATH = "shoal_cluster.serve.app:build"
@@ -44,15 +44,20 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
 
     Raises:
         NotFound: no such file.
-        ConfigError: it is not YAML, has no Shoal application, the ``args`` of one or its gateway's ``user_config`` are
-            invalid, or two want the same address.
+        ConfigError: it cannot be read, is not YAML, has no Shoal application, the ``args`` of one or its gateway's
+            ``user_config`` are invalid, or two want the same address.
     """
     if not path.is_file():
         raise NotFound(f"no file {str(path)!r}")
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    for application in _entries(document):
+        if not isinstance(application, dict):
+            raise ConfigError(f"{path}: applications: got {shown(application)}; each must be an object")
     configs = [_checked(application, path) for application in _applications_in(document)]
     if not configs:
         raise ConfigError(f"{path}: no application with import_path {APP_IMPORT_PATH!r}")
@@ -69,11 +74,11 @@ def _checked(application: dict[str, Any], path: Path) -> ClusterConfig:
     if config.adapters:
         application["args"]["adapters"] = dict(config.adapters)
     deployments = application.get("deployments") or []
-    if not isinstance(deployments, list):
-        raise ConfigError(f"{path}: deployments: got {deployments!r}; must be a list, each with a name")
+    is_list = isinstance(deployments, list)
+    if not is_list or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in deployments):
+        raise ConfigError(f"{path}: deployments: got {shown(deployments)}; must be a list, each with a name")
     for deployment in deployments:
-        is_gateway = isinstance(deployment, dict) and deployment.get("name") == GATEWAY
-        if is_gateway and "user_config" in deployment:  # null would not be told to gateways that run
+        if deployment["name"] == GATEWAY and "user_config" in deployment:  # null would not be told to gateways that run
             deployment["user_config"] = deployment["user_config"] or {}
             user_config = UserConfig.from_dict(deployment["user_config"], config)
             if user_config.adapters:
@@ -90,11 +95,15 @@ def arguments_of(document: object) -> dict[str, Any] | None:
 
 def _applications_in(document: object) -> Iterator[dict[str, Any]]:
     """The Shoal applications in a Serve document, their ``args`` filled in if missing."""
-    applications = document.get("applications") if isinstance(document, dict) else None
-    for application in applications if isinstance(applications, list) else ():
+    for application in _entries(document):
         if isinstance(application, dict) and application.get("import_path") == APP_IMPORT_PATH:
             application["args"] = application.get("args") or {}
             yield application
+
+
+def _entries(document: object) -> list[Any]:
+    applications = document.get("applications") if isinstance(document, dict) else None
+    return applications if isinstance(applications, list) else []
 
 
 def deploy(document: dict[str, Any], dashboard_url: str, on_progress: Callable[[str], None]) -> None:
@@ -214,7 +223,7 @@ def _code(application: Mapping[str, Any] | None) -> str:
 def _options(application: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     """The actor options that the application sets explicitly for a deployment."""
     for deployment in (application or {}).get("deployments") or ():
-        if deployment["name"] == name:
+        if isinstance(deployment, dict) and deployment.get("name") == name:
             return {key: deployment[key] for key in ACTOR_OPTIONS if key in deployment}
     return {}
 

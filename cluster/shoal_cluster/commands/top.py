@@ -7,11 +7,10 @@ import http.client
 import ssl
 import time
 import urllib.error
-import urllib.parse
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
@@ -29,6 +28,8 @@ SILENCE_S = 4.0
 REDIAL_S = 1.0
 DATA = b"data: "
 
+T = TypeVar("T")
+
 
 def top(
     address: Annotated[str, typer.Option(help="The gateway's HTTP address.")] = DEFAULT_HTTP_ADDRESS,
@@ -39,7 +40,7 @@ def top(
     console = Console(highlight=False)
     past = _past(url, access)
     if once:
-        told = msgspec.json.decode(_get(f"{url}/data", access), type=Update)
+        told = _decoded(_get(f"{url}/data", access), Update, url)
         past.add(told.sample)
         console.print(screen(told, past, "", console.width, None))
         return
@@ -59,10 +60,18 @@ def top(
 def _past(url: str, access: GatewayAccess) -> Past:
     """The samples of the last ten minutes."""
     told = _get(f"{url}/history?seconds={FINE_S:g}", access)
-    columns = msgspec.json.decode(told, type=dict[str, list[float | None]])
+    columns = _decoded(told, dict[str, list[float | None]], url)
     rows = zip(*columns.values(), strict=True)
     samples = (msgspec.convert(dict(zip(columns, row, strict=True)), Sample) for row in rows)
     return Past(deque(samples, maxlen=int(FINE_S)))
+
+
+def _decoded(body: bytes, kind: type[T], url: str) -> T:
+    """Raises Unavailable if ``body`` is no such thing."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError:
+        raise Unavailable(f"{url} answers something else: is it a Shoal gateway?") from None
 
 
 def _updates(url: str, access: GatewayAccess) -> Iterator[Update | str]:
@@ -98,6 +107,6 @@ def _get(url: str, access: GatewayAccess) -> bytes:
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(getattr(error, "reason", error), ssl.SSLError):
             raise Unavailable(f"no connection to {url}: {error} ({TLS_CA_VARIABLE} names authorities)") from None
-        where = urllib.parse.urlsplit(url)
-        raise Unavailable(no_gateway(where.netloc, f"{where.scheme}://{where.netloc}")) from None
+        where = url.partition("/dashboard")[0]
+        raise Unavailable(no_gateway(where.partition("://")[2], where)) from None
     return body

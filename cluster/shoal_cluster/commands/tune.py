@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+from shoal_cluster.policies.autoscaling_config import MAX_REPLICAS
 from shoal_replica.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 def tune(
     address: Annotated[str, typer.Option(help="The gateway's gRPC address.")] = DEFAULT_GRPC_ADDRESS,
     admin_key: Annotated[str | None, typer.Option(envvar="SHOAL_ADMIN_KEY", help="The cluster's admin key.")] = None,
-    min_replicas: Annotated[int | None, typer.Option(help="Minimum; 0 allows scaling to zero when idle.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Maximum.")] = None,
+    min_replicas: Annotated[
+        int | None, typer.Option(min=0, max=MAX_REPLICAS, help="Minimum; 0 allows scaling to zero when idle.")
+    ] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1, max=MAX_REPLICAS, help="Maximum.")] = None,
     target_utilization: Annotated[float | None, typer.Option(help="Share of a replica that load may take.")] = None,
     ttft_objective_s: Annotated[
         float | None, typer.Option(help="Longest wait for a first token (s), for scaling alone.")

@@ -71,7 +71,14 @@ class GenerateCall:
         turns = sum(turn.length + TURN_LENGTH for turn in self.messages or ())
         tools = 0 if self.tools is None else self.tools.length
         bad_words = sum(len(word) + TURN_LENGTH for word in self.sampling_params.bad_words)
-        return len(self.text or "") + turns + tools + len(repr(self.template_options)) + bad_words
+        return len(self.text or "") + turns + tools + _length(self.template_options) + bad_words
+
+
+def _length(options: Mapping[str, Any]) -> int:
+    try:
+        return len(repr(options))
+    except RecursionError:
+        return 0  # they are refused for their depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -356,6 +356,12 @@ async def test_texts_become_tokens_and_come_back(http: httpx.AsyncClient) -> Non
         assert TOKENIZER.decode(other["tokens"], False) == TOKENIZER.apply_chat_template(HI, end=end)
 
 
+async def test_a_refusal_of_a_chat_to_be_counted_names_the_field_that_the_body_has(http: httpx.AsyncClient) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    answer = await http.post("/tokenize", json={"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages"), answer.text
+
+
 async def test_of_a_prompt_that_is_cut_the_rest_is_echoed(client: openai.AsyncOpenAI, core: FakeGateway) -> None:
     cut: Any = {"truncate_prompt_tokens": 2}
     for prompt in ("in then", list(TOKENIZER.encode("in then"))):
@@ -1042,6 +1048,17 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (COMPLETION, {"prompt": "x", "prompt_logprobs": 1, "beam_width": 2}, 400, "prompt_logprobs", "a beam search"),
         (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
         (CHAT, {"messages": HI, "echo": True}, 400, "echo", "not supported"),
+        (CHAT, {"messages": HI, "repetition_detection": {"min_count": 2}}, 400, "repetition_detection", "not supp"),
+        (RESPONSES, {"input": "x", "moderation": {"model": "m"}}, 400, "moderation", "not supported"),
+        (RESPONSES, {"input": "x", "previous_input_messages": HI}, 400, "previous_input_messages", "not supported"),
+        (CHAT, {"messages": HI, "tools": [0] * 129}, 400, "tools", "has 129 entries; must have at most 128"),
+        (
+            CHAT,
+            {"messages": HI, "tool_choice": {"type": "function", "function": {"name": ""}}},
+            400,
+            "tool_choice.function.name",
+            "at least 1 character",
+        ),
         (COMPLETION, {"prompt": ""}, 400, "prompt", "at least one token"),
         (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
         (COMPLETION, {}, 400, "prompt", "must be a string"),

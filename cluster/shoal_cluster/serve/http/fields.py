@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_defaults import DEFAULTED
@@ -46,10 +46,10 @@ def _left_out(value: Any) -> Any:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses larger dictionaries before their entries are looked at: each may have an error."""
+    """Refuses larger dictionaries and lists before their entries are looked at: each may have an error."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > count:
+        if isinstance(value, dict | list) and len(value) > count:
             raise ValueError(f"has {len(value)} entries; must have at most {count}")
         return value
 
@@ -64,6 +64,7 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], _FirstError()]  # else each of a million elements may have an error, which takes seconds
 Unsupported = Annotated[Any, AfterValidator(_left_out)]
 Text = Annotated[str, AfterValidator(unicode_text)]
+Name = Annotated[Text, Field(min_length=1)]
 TextOrNull = Annotated[Text, instead_of_null("")]
 TemplateOptions = Annotated[dict[Text, Any], at_most(256)]
 

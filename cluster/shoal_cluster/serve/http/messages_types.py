@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shoal_cluster.chat.message import Message, as_one
-from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse, json_text
+from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolCall, ToolUse, json_text
 from shoal_cluster.policies.pending_request import MAX_PRIORITY
 from shoal_cluster.serve.call import GenerateCall, Prompt
 from shoal_cluster.serve.http.fields import (
@@ -27,6 +27,7 @@ from shoal_cluster.serve.http.fields import (
     TextOrNull,
     TextPart,
     Unsupported,
+    at_most,
     effort_options,
     instead_of_null,
     left_out,
@@ -161,7 +162,7 @@ class Conversation(Body):
     model: TextOrNull = ""
     messages: ListOf[Turn]
     system: Text | ListOf[TextPart] | None = None
-    tools: ListOf[ToolBody] | None = None
+    tools: Annotated[ListOf[ToolBody], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -170,6 +171,7 @@ class Conversation(Body):
     mcp_servers: Unsupported = None
     container: Unsupported = None
     thread: Unsupported = None
+    compaction: Unsupported = None
 
     def to_prompt(self) -> Prompt:
         """Raises InvalidArgument."""

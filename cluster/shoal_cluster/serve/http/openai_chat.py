@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from shoal_cluster.chat.message import Message
+from shoal_cluster.chat.tool import MAX_TOOLS
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.http.fields import (
     Body,
@@ -16,6 +17,7 @@ from shoal_cluster.serve.http.fields import (
     TextOrNull,
     TextPart,
     Unsupported,
+    at_most,
     effort_options,
     left_out,
     only,
@@ -67,7 +69,7 @@ class ChatRequest(RequestBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: ListOf[ToolBody] | None = None
+    tools: Annotated[ListOf[ToolBody], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None

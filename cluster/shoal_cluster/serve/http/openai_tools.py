@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from typing import Any, Literal
 
 from pydantic import Field
 
-from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse
-from shoal_cluster.serve.http.fields import Body, Text, TextOrNull
+from shoal_cluster.chat.tool import AUTO, REQUIRED, Tool, ToolCall, ToolUse, json_text
+from shoal_cluster.serve.http.fields import Body, Name, Text, TextOrNull
 from shoal_replica.errors import InvalidArgument
 
 
@@ -36,7 +36,7 @@ class ToolBody(Body):
 
 
 class NameBody(Body):
-    name: Text
+    name: Name
 
 
 class NamedChoice(Body):
@@ -72,6 +72,7 @@ class CallBody(Body):
     function: CalledBody
 
     def call(self) -> ToolCall:
+        """Raises InvalidArgument."""
         arguments = self.function.arguments or ""
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json_text("messages", arguments, math.inf)
         return ToolCall(self.id, self.function.name, text or "{}")

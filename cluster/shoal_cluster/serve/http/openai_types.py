@@ -96,6 +96,8 @@ class RequestBody(Body):
     logits_processors: Unsupported = None
     prompt_embeds: Unsupported = None
     vllm_xargs: Unsupported = None
+    moderation: Unsupported = None
+    repetition_detection: Unsupported = None
 
     @abstractmethod
     def to_calls(self, request_id: str) -> list[GenerateCall]:

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shoal_cluster.chat.message import Message, as_one
-from shoal_cluster.chat.tool import AUTO, REQUIRED, ToolCall, ToolUse
+from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, REQUIRED, ToolCall, ToolUse
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.http.fields import (
     Body,
     ListOf,
+    Name,
     TemplateOptions,
     Text,
     TextOrNull,
@@ -63,7 +64,7 @@ class FunctionTool(FunctionBody, _Typed):  # the type is checked first
 
 class NamedFunction(Body):
     type: Literal["function"]
-    name: Text
+    name: Name
 
 
 class TextFormat(Body):
@@ -88,7 +89,7 @@ class ResponsesRequest(RequestBody):
     input: Text | ListOf[Item]
     instructions: TextOrNull = ""
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: ListOf[FunctionTool] | None = None
+    tools: Annotated[ListOf[FunctionTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
@@ -107,6 +108,8 @@ class ResponsesRequest(RequestBody):
     background: Unsupported = None
     prompt: Unsupported = None
     max_tool_calls: Unsupported = None
+    previous_input_messages: Unsupported = None
+    enable_response_messages: Unsupported = None
 
     @property
     def words(self) -> dict[str, str]:

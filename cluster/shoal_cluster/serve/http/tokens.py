@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
+from shoal_cluster.chat.tool import MAX_TOOLS
 from shoal_cluster.serve.call import Prompt
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import encode
@@ -18,6 +19,7 @@ from shoal_cluster.serve.http.fields import (
     Text,
     TextOrNull,
     Unsupported,
+    at_most,
     instead_of_null,
     renamed,
 )
@@ -35,7 +37,7 @@ class TokenizeBody(Body):
     model: TextOrNull = ""
     prompt: Text | None = None
     messages: ListOf[ChatTurn] | None = None
-    tools: ListOf[ToolBody] | None = None
+    tools: Annotated[ListOf[ToolBody], at_most(MAX_TOOLS)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_special_tokens: Annotated[bool, instead_of_null(True)] = True  # of a text: templates write their own
     return_token_strs: Annotated[bool, instead_of_null(False)] = False
@@ -74,7 +76,8 @@ def tokens_router(core: GatewayCore) -> APIRouter:
             max_model_len, asked = core.model_card(body.model).max_model_len, body.to_prompt()
             return _json(await in_turn(_tokenized, core, body, asked, max_model_len))
         except Exception as error:
-            return error_response(renamed(error, {}), request.state.request_id)
+            words = {"text": "prompt" if body.messages is None else "messages"}
+            return error_response(renamed(error, words), request.state.request_id)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:

@@ -49,7 +49,11 @@ def test_an_empty_prompt_is_still_a_prompt() -> None:
         (generation_pb2.GenerateRequest(text="x", sampling_params={"top_p": 0}), "top_p"),
         (generation_pb2.GenerateRequest(text="x", sampling_params={"seed": -1}), "seed"),
         (generation_pb2.GenerateRequest(text="x", sampling_params={"stop": [""]}), "stop"),
+        (generation_pb2.GenerateRequest(messages={"messages": [{}] * 20_001}), "messages"),
+        (generation_pb2.GenerateRequest(messages={"messages": [{"tool_calls": [{}] * 20_000}]}), "messages"),
+        (generation_pb2.GenerateRequest(messages={"messages": [{}], "tools": [{"name": "f"}] * 129}), "tools"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused_requests_name_their_field(request_: generation_pb2.GenerateRequest, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:

@@ -38,6 +38,15 @@ def test_a_loop_that_turns_goes_on_and_so_does_one_that_is_watched_no_more(tmp_p
     assert (tmp_path / "log").read_text() == ""
 
 
+def test_a_moment_without_file_descriptors_does_not_end_the_watch(tmp_path: Path) -> None:
+    work = (
+        "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard)); await asyncio.sleep(1.0); assert not watch.done()"
+    )
+    done = run(tmp_path / "log", work)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
 @pytest.mark.parametrize("work", ["time.sleep(30)", "ctypes.PyDLL(None).usleep(30_000_000)"])
 def test_one_that_stands_still_ends_with_its_stacks_in_the_log(tmp_path: Path, work: str) -> None:
     """Also where the interpreter is held meanwhile, and where the log has been rotated."""

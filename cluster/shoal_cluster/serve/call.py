@@ -17,6 +17,8 @@ from shoal_replica.request import FinishReason
 from shoal_replica.sampling_params import SamplingParams
 
 MAX_PROMPTS = 128  # in one completion request
+MAX_ENTRIES = 20_000
+"""Messages, tool calls, and whatever a body nests: each takes microseconds, in which all streams stand still."""
 MAX_NAME = 512  # characters of a tenant or a salt
 CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID = ANSWER_IDS = "chatcmpl-", "cmpl-", "resp_", "msg_"
 """What the ids of answers by HTTP begin with; the request's id follows."""

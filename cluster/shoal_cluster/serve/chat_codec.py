@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal_cluster.chat.message import Message
-from shoal_cluster.chat.tool import AUTO, NONE, REQUIRED, Tool, ToolCall, ToolUse
-from shoal_cluster.serve.call import Prompt
+from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolCall, ToolUse
+from shoal_cluster.serve.call import MAX_ENTRIES, Prompt
 from shoal_protos import generation_pb2 as pb
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
@@ -24,7 +24,12 @@ _MODES = {number: mode for mode, number in _MODES_BACK.items()} | {pb.TOOL_MODE_
 
 
 def prompt_from_proto(chat: pb.ChatMessages) -> Prompt:
-    """Raises InvalidArgument for tools, options of the template, or an end that are malformed."""
+    """Raises InvalidArgument for tools, options of the template, or an end that are malformed, or for too many."""
+    if len(chat.messages) > MAX_ENTRIES or sum(1 + len(turn.tool_calls) for turn in chat.messages) > MAX_ENTRIES:
+        limit = f"must be at most {MAX_ENTRIES}, with their tool calls"
+        raise InvalidArgument("messages", f"{len(chat.messages)} messages", limit)
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidArgument("tools", f"{len(chat.tools)} tools", f"must be at most {MAX_TOOLS}")
     if chat.prompt_end not in _ENDS:
         raise InvalidArgument("prompt_end", chat.prompt_end, "must be a PromptEnd")
     end = _ENDS[chat.prompt_end]

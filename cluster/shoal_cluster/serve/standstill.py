@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -20,15 +22,16 @@ async def end_at_standstill(log: Path) -> None:
     code holds the interpreter. Then, and when the process crashes, the stacks of its threads are appended to ``log``:
     standard error is lost where Ray rotates logs, as a thread of the process itself carries it to its file.
     """
-    former: TextIO | None = None
+    file: TextIO | None = None
     try:
         while True:
-            file = log.open("a")  # anew each time: it may have been rotated
-            faulthandler.enable(file)
-            faulthandler.dump_traceback_later(STANDSTILL_S, exit=True, file=file)
-            if former is not None:
-                former.close()
             former = file
+            with suppress(OSError):  # say there are no free descriptors: then the former one has to do
+                file = log.open("a")  # anew each time: it may have been rotated
+            faulthandler.enable(file or sys.stderr)
+            faulthandler.dump_traceback_later(STANDSTILL_S, exit=True, file=file or sys.stderr)
+            if former is not None and former is not file:
+                former.close()
             await asyncio.sleep(STANDSTILL_S / 10)
     finally:
         faulthandler.cancel_dump_traceback_later()

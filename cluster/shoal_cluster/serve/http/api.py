@@ -21,6 +21,7 @@ from shoal_cluster.serve.dashboard.page import dashboard_router
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.access import KeyCheck
 from shoal_cluster.serve.http.answers import Answers, B, GrowingAnswers
+from shoal_cluster.serve.http.connection import PatientProtocol
 from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response, http_error, invalid_body, report_response
 from shoal_cluster.serve.http.messages_answers import new_message
@@ -129,6 +130,8 @@ def http_config(core: GatewayCore, settings: GatewaySettings, shutdown_s: float)
         build_http_app(core, settings.max_request_bytes, settings.cors_origins),
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
+        http=PatientProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="on",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from starlette.exceptions import HTTPException
 
+from shoal_cluster.serve.call import MAX_ENTRIES
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_defaults import DEFAULTED
 
@@ -56,6 +58,14 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _entries_of(value: Any) -> list[Any]:
+    """Its objects and lists. A list of both these and others is refused by its first element."""
+    inner = value.values() if isinstance(value, dict) else value
+    if isinstance(value, list) and not isinstance(next(iter(value), None), dict | list):
+        return []
+    return [each for each in inner if isinstance(each, dict | list)]
+
+
 class _FirstError(FailFast):
     __hash__ = object.__hash__  # unions of types need one
 
@@ -64,13 +74,28 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], _FirstError()]  # else each of a million elements may have an error, which takes seconds
 Unsupported = Annotated[Any, AfterValidator(_left_out)]
 Text = Annotated[str, AfterValidator(unicode_text)]
-Name = Annotated[Text, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(unicode_text)]
 TextOrNull = Annotated[Text, instead_of_null("")]
 TemplateOptions = Annotated[dict[Text, Any], at_most(256)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+class WholeBody(Body):
+    """All that a request sends, which has at most ``MAX_ENTRIES`` objects and lists, at any depth."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_entries(cls, body: Any) -> Any:
+        layer, count = [body] if isinstance(body, dict) else [], 0
+        while layer:
+            count += len(layer)
+            if count > MAX_ENTRIES:
+                raise HTTPException(413, f"body: must have at most {MAX_ENTRIES} objects and lists")
+            layer = [each for one in layer for each in _entries_of(one)]
+        return body
 
 
 class TextPart(Body):

@@ -27,6 +27,7 @@ from shoal_cluster.serve.http.fields import (
     TextOrNull,
     TextPart,
     Unsupported,
+    WholeBody,
     at_most,
     effort_options,
     instead_of_null,
@@ -156,7 +157,7 @@ class Metadata(Body):
     user_id: TextOrNull = ""
 
 
-class Conversation(Body):
+class Conversation(WholeBody):
     """`POST /v1/messages/count_tokens`: what a prompt is made of."""
 
     model: TextOrNull = ""

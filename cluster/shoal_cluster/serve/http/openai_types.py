@@ -22,6 +22,7 @@ from shoal_cluster.serve.http.fields import (
     Text,
     TextOrNull,
     Unsupported,
+    WholeBody,
     at_most,
     instead_of_null,
     left_out,
@@ -48,7 +49,7 @@ class StreamOptions(Body):
     continuous_usage_stats: Annotated[bool, instead_of_null(False)] = False
 
 
-class RequestBody(Body):
+class RequestBody(WholeBody):
     """The fields that both bodies share."""
 
     model: TextOrNull = ""

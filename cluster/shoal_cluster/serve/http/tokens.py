@@ -13,12 +13,12 @@ from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import encode
 from shoal_cluster.serve.http.errors import MESSAGES_PATH, error_response
 from shoal_cluster.serve.http.fields import (
-    Body,
     ListOf,
     TemplateOptions,
     Text,
     TextOrNull,
     Unsupported,
+    WholeBody,
     at_most,
     instead_of_null,
     renamed,
@@ -31,7 +31,7 @@ from shoal_cluster.serve.long_texts import in_turn
 from shoal_replica.errors import InvalidArgument
 
 
-class TokenizeBody(Body):
+class TokenizeBody(WholeBody):
     """`POST /tokenize`: a text, or a chat as the model's template renders it."""
 
     model: TextOrNull = ""
@@ -59,7 +59,7 @@ class TokenizeBody(Body):
         return Prompt(None, messages, tool_use(self.tools, None, None), self.chat_template_kwargs or {}, end)
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(WholeBody):
     """`POST /detokenize`."""
 
     model: TextOrNull = ""

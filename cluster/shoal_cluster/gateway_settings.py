@@ -31,7 +31,17 @@ def _address(value: str) -> str:
     return value
 
 
+def _origin(value: str) -> str:
+    """Browsers send origins in this form, and it is compared letter by letter."""
+    if value != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", value) is None:
+        raise ValueError(
+            f"got {value!r}; must be '*' or like 'https://chat.example:8443', in lower case, without a path"
+        )
+    return value
+
+
 Address = Annotated[str, AfterValidator(_address)]
+Origin = Annotated[str, AfterValidator(_origin)]
 
 
 class GatewaySettings(Settings):
@@ -72,7 +82,9 @@ class GatewaySettings(Settings):
     api_keys: dict[str, SecretStr] = Field(
         default_factory=dict, description="API key of each tenant; if empty, anyone may call"
     )
-    cors_origins: tuple[str, ...] = Field((), description="origins of web pages whose scripts may call: URLs, or '*'")
+    cors_origins: tuple[Origin, ...] = Field(
+        (), description="origins of web pages whose scripts may call, like `https://chat.example`; or `*` for all"
+    )
     api_keys_file: Path | None = Field(
         None, description="file of more API keys, lines of tenant=key, on the gateway's node"
     )

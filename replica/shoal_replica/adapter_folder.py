@@ -30,11 +30,14 @@ DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # What may be in adapter_config.json: these say nothing that changes the answers beyond the factors and their scale.
 HARMLESS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
-    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora",
     "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
     "ensure_weight_tying",
 }  # fmt: skip
+# How training began, where that leaves the model's own weights as they are. PEFT changes these for the others (PiSSA,
+# OLoRA, CorDA, LoftQ, LoRA-GA), also when it loads the adapter.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
@@ -125,8 +128,13 @@ def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
     """
     if (kind := raw.get("peft_type")) != "LORA":
         raise ConfigError(f"adapters.{name}: peft_type in {CONFIG_FILE} is {kind!r}; only 'LORA' is supported")
+    if (start := raw.get("init_lora_weights")) not in PLAIN_STARTS:
+        raise ConfigError(
+            f"adapters.{name}: init_lora_weights in {CONFIG_FILE} is {shown(start)}, which changes the model itself; "
+            "convert it: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
     for key, value in raw.items():
-        if key not in HARMLESS | {"peft_type"} and value not in (None, False, "none", [], {}):
+        if key not in HARMLESS | {"peft_type", "init_lora_weights"} and value not in (None, False, "none", [], {}):
             raise ConfigError(f"adapters.{name}: {key} in {CONFIG_FILE} is {shown(value)}, which is not supported")
 
 

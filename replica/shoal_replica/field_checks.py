@@ -25,6 +25,14 @@ def check_integer(field: str, value: object, low: int, high: int | None) -> None
         raise InvalidArgument(field, value, f"must be an integer of at least {low}{upper}")
 
 
+def check_unicode(field: str, text: str) -> None:
+    """Raise InvalidArgument for lone surrogates, which UTF-8 cannot encode: texts go to ranks and replicas in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(field, text, "must be valid Unicode, without lone surrogates") from None
+
+
 def check_number(field: str, value: object, low: float, high: float, limit: str) -> None:
     """Raise InvalidArgument unless ``low <= value <= high``; NaN never is."""
     number = value if type(value) is float else _real(value)

@@ -29,11 +29,13 @@ def body_bytes(length: bytes | bytearray, max_bytes: int) -> int:
 
 
 class FrameReader(Generic[Message]):
-    """Takes bytes as they arrive and yields the messages that are complete, of at most ``max_bytes`` each."""
+    """Takes bytes as they arrive and yields the messages that are complete, of at most ``max_bytes`` each, which may
+    change.
+    """
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Message], max_bytes: int) -> None:
         self._decode = decoder.decode
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def take(self, data: bytes) -> Iterator[Message]:
@@ -44,7 +46,7 @@ class FrameReader(Generic[Message]):
         try:
             while len(buffer) - start >= LENGTH_BYTES:
                 body = start + LENGTH_BYTES
-                end = body + body_bytes(buffer[start:body], self._max_bytes)
+                end = body + body_bytes(buffer[start:body], self.max_bytes)
                 if len(buffer) < end:
                     return
                 start = end

@@ -228,18 +228,20 @@ class LLM:
             raise ConfigError(f"adapters.{name}: is already loaded")
         (adapter,) = find_adapters({name: source}, self.config.model)
         version = f"{name}{VERSION_MARK}{next(self._ids)}"
-        finish(self._executor.load_adapter(replace(adapter, name=version)))
-        self._versions[name] = version
-        self._loaded.add(version)
+        with uninterrupted():
+            finish(self._executor.load_adapter(replace(adapter, name=version)))
+            self._versions[name] = version
+            self._loaded.add(version)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter. Raises InvalidArgument if it is not loaded."""
         if not name:
             raise InvalidArgument("adapter", name, "the model itself cannot be unloaded")
         check_adapter(name, self._versions)
-        version = self._versions.pop(name)
-        self._loaded.remove(version)
-        self._executor.unload_adapter(version)
+        with uninterrupted():
+            version = self._versions.pop(name)
+            self._loaded.remove(version)
+            self._executor.unload_adapter(version)
 
     def subscribe(self, subscriber: Callable[[StepTiming], None]) -> Callable[[], None]:
         """Call ``subscriber`` after every step from now on. Returns a function that unsubscribes it."""

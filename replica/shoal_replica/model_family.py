@@ -123,6 +123,10 @@ def rotated_share(architecture: str, raw: dict[str, Any]) -> float:
 
 
 def _llama(raw: dict[str, Any]) -> dict[str, Any]:
+    return {}  # also where config.json has a window: transformers' Llama knows none
+
+
+def _mistral(raw: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": _window(raw)}
 
 
@@ -275,7 +279,7 @@ _FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "LlamaForCausalLM": _llama,
     "MiniMaxM2ForCausalLM": _minimax_m2,
-    "MistralForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
@@ -306,6 +310,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
     },
     "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "SmolLM3ForCausalLM": {"tie_word_embeddings": True},
     "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.field_checks import as_tuple, check_integer, check_number
+from shoal_replica.field_checks import as_tuple, check_integer, check_number, check_unicode
 from shoal_replica.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -166,6 +166,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "must be non-empty strings")
+            check_unicode("stop", text)
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             limit = f"must be at most {MAX_STOP_TOKENS}"
             raise InvalidArgument("stop_token_ids", f"{len(self.stop_token_ids)} ids", limit)

@@ -216,7 +216,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence, num_coming_blocks: int = 0) -> None:
         sequence.extend_hashes(self.kv.block_size)
-        num_cached = expected_cached_tokens(sequence, self.kv, (*self._running, *self._waiting))
+        num_cached = expected_cached_tokens(sequence, self.kv, (*self._running, *self._waiting.unordered))
         num_cached = max(num_cached, num_coming_blocks * self.kv.block_size)
         self._waiting.push(sequence, num_cached, is_held=num_coming_blocks > 0)
 

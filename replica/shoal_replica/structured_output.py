@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.field_checks import check_unicode
 
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 KINDS = (JSON_SCHEMA, REGEX, LARK)
@@ -36,10 +37,7 @@ class StructuredOutput:
         if not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_SOURCE_LENGTH:
             given = f"{len(self.source)} characters" if isinstance(self.source, str) else self.source
             raise InvalidArgument(FIELD, given, f"must be text of 1 to {MAX_SOURCE_LENGTH} characters")
-        try:
-            self.source.encode()
-        except UnicodeEncodeError:
-            raise InvalidArgument(FIELD, self.source, "must be valid Unicode, without lone surrogates") from None
+        check_unicode(FIELD, self.source)
 
     @classmethod
     def json_schema(cls, schema: Any) -> StructuredOutput:

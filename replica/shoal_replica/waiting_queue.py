@@ -34,6 +34,11 @@ class WaitingQueue:
         return iter(self._sequences)
 
     @property
+    def unordered(self) -> Iterable[Sequence]:
+        """The same without the time that it takes to bring newcomers into order."""
+        return self._sequences
+
+    @property
     def num_all(self) -> int:
         """How many wait, those that are held included."""
         return len(self._sequences) + len(self._held)

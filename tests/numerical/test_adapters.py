@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,25 @@ def test_adapters_that_come_and_go_answer_as_those_loaded_at_the_start(folder, a
                 llm.unload_adapter(name)
             with pytest.raises(InvalidArgument, match=r"adapter: .*no adapter is loaded"):
                 llm.generate(PROMPTS[0], GREEDY, names[0])
+        assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected[""]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_while_an_adapter_comes_or_goes_waits_until_it_has(folder, adapters, expected, monkeypatch):
+    with LLM(str(folder), num_blocks=64, tensor_parallel_size=2) as llm:
+        for name in ("load_adapter", "unload_adapter"):
+            work = getattr(llm._executor, name)
+
+            def interrupted(adapter, work=work):
+                signal.raise_signal(signal.SIGINT)
+                return work(adapter)
+
+            monkeypatch.setattr(llm._executor, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.load_adapter("one", adapters["one"])
+        assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY, "one")] == expected["one"]
+        with pytest.raises(KeyboardInterrupt):
+            llm.unload_adapter("one")
         assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected[""]
 
 

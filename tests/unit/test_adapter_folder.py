@@ -57,6 +57,7 @@ def test_factors_ranks_and_scales(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": 2}}, (0.5, 4.0)),
         ({"alpha_pattern": {"layers.1.mlp.down_proj": 1.0, "proj": 7}}, (2.0, 0.5)),
         ({"lora_alpha": 0.5}, (0.125, 0.25)),
+        *(({"init_lora_weights": start}, (2.0, 4.0)) for start in (None, True, False, "gaussian", "eva", "orthogonal")),
     ],
     ids=str,
 )
@@ -70,6 +71,10 @@ def test_scales_are_pefts(tmp_path: Path, changes: dict[str, Any], scales: tuple
     [
         ({"peft_type": "IA3"}, r"adapters.a: peft_type in adapter_config.json is 'IA3'; only 'LORA' is supported"),
         ({"use_dora": True}, "use_dora in adapter_config.json is True, which is not supported"),
+        *(
+            ({"init_lora_weights": start}, f"init_lora_weights in adapter_config.json is '{start}', which changes")
+            for start in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+        ),
         ({"bias": "all"}, "bias in adapter_config.json is 'all', which"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),

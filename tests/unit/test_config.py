@@ -97,6 +97,8 @@ class TestModelConfig:
         )
         mistral = ModelConfig.from_folder(write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128))
         assert mistral.sliding_window == 128
+        llama = ModelConfig.from_folder(write(tmp_path, architectures=["LlamaForCausalLM"], sliding_window=128))
+        assert llama.sliding_window is None, "transformers' Llama has none"
         experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
         mixtral = ModelConfig.from_folder(write(tmp_path, architectures=["MixtralForCausalLM"], **experts))
         assert mixtral.moe is not None
@@ -619,6 +621,14 @@ class TestClusterConfig:
             (
                 {"model": "m", "scaling": {"schedules": [{"cron": "8 o'clock", "duration_s": 60, "min_replicas": 1}]}},
                 'scaling.schedules: got cron "8 o\'clock"; must be five fields of a date that comes',
+            ),
+            (
+                {"model": "m", "gateway": {"cors_origins": ["https://chat.example/"]}},
+                "gateway.cors_origins.0: got 'https://chat.example/'; must be '*' or like 'https://chat.example:8443'",
+            ),
+            (
+                {"model": "m", "gateway": {"cors_origins": ["https://Chat.example"]}},
+                "gateway.cors_origins.0: got 'https://Chat.example'; must be '*' or like 'https://chat.example:8443'",
             ),
             (
                 {"model": "m", "gateway": {"http_address": "8000"}},

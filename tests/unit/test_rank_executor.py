@@ -24,6 +24,7 @@ from shoal_replica.engine import Engine
 from shoal_replica.errors import ConfigError, EngineDead
 from shoal_replica.executor import NewSequence, ScheduledSequence, SchedulerOutput, finish
 from shoal_replica.frames import frame
+from shoal_replica.ranks import executor as executor_module
 from shoal_replica.ranks.channel import MAX_FRAME_BYTES, FromRank, Hello, Ready
 from shoal_replica.ranks.executor import RankExecutor
 from shoal_replica.ranks.launcher import LocalRanks, RankProcess
@@ -292,6 +293,37 @@ class Intruder(LocalRanks):
 def test_a_stranger_is_turned_away() -> None:
     settings = config()
     executor = RankExecutor(settings, Intruder(settings.parallel, FAKE_RANK), DEADLINE_S)
+    request = make_request(max_tokens=3)
+    assert generate(executor, request)[request.request_id] == expected_tokens(request.prompt_token_ids, 3)
+    executor.close()
+
+
+class Dawdler(LocalRanks):
+    """Before any rank does, something connects that takes its time to say who it is: a byte now and then."""
+
+    def launch(self, rank: int, port: int, key: str) -> RankProcess:
+        if rank == 0:
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall((2**10).to_bytes(4, "big"))
+            threading.Thread(target=self._dawdle, args=(connection,)).start()
+        return super().launch(rank, port, key)
+
+    @staticmethod
+    def _dawdle(connection: socket.socket) -> None:
+        with connection:
+            try:
+                for _ in range(200):
+                    connection.sendall(b"\0")
+                    time.sleep(0.05)
+            except OSError:
+                pass
+
+
+def test_a_stranger_that_takes_its_time_keeps_ranks_waiting_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "HELLO_S", 0.5)
+    settings, began_s = config(), time.monotonic()
+    executor = RankExecutor(settings, Dawdler(settings.parallel, FAKE_RANK), DEADLINE_S)
+    assert time.monotonic() - began_s < 8.0, "it goes on for ten seconds"
     request = make_request(max_tokens=3)
     assert generate(executor, request)[request.request_id] == expected_tokens(request.prompt_token_ids, 3)
     executor.close()

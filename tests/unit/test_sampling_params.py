@@ -81,6 +81,7 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("",)),
     ("stop", (1,)),
     ("stop", ("a",) * 17),
+    ("stop", ("a", "\ud800")),
     ("stop", 5),
     ("stop_token_ids", 5),
     ("stop_token_ids", (-1,)),

@@ -200,6 +200,32 @@ async def test_tuning_holds_until_the_deployment_changes(board: ScalingBoard, de
     assert desk.row().tuned == ()
 
 
+async def test_tuning_that_has_ended_does_not_come_back_with_the_former_settings(
+    board: ScalingBoard, desk: ScalingDesk
+) -> None:
+    await desk.tune({"max_replicas": 9}, reset=False)
+    desk.rebase(replace(BASE, target_utilization=0.6))
+    await until(lambda: board.tuning() is None)
+    desk.rebase(BASE)
+    await until(lambda: board.reports()[0].base == BASE)
+    assert desk.row().tuned == ()
+
+
+async def test_a_gateway_with_former_settings_does_not_end_the_tuning_of_newer_ones(
+    board: ScalingBoard, desk: ScalingDesk
+) -> None:
+    newer = replace(BASE, max_replicas=5)
+    await until(lambda: bool(board.reports()))
+    (former,) = board.reports()
+    board.put_report(replace_struct(former, gateway_id="newer", base=newer, base_since_s=former.base_since_s + 1))
+    board.put_tuning(Tuning(newer, {"max_replicas": 7}))
+    desk._hurry.set()
+    told_s = board.reports()[0].time_s
+    await until(lambda: {r.gateway_id: r for r in board.reports()}["g"].time_s > told_s)
+    assert board.tuning() == Tuning(newer, {"max_replicas": 7})
+    board.drop_report("newer")
+
+
 async def test_reset_goes_back_to_the_deployment(desk: ScalingDesk) -> None:
     await desk.tune({"max_replicas": 9}, reset=False)
     row = await desk.tune({"downscale_delay_s": 60}, reset=True)

@@ -35,6 +35,15 @@ class Demand:
             num_held_tokens=self.num_held_tokens + other.num_held_tokens,
         )
 
+    def __sub__(self, other: Demand) -> Demand:
+        return Demand(
+            num_requests=self.num_requests - other.num_requests,
+            num_prompt_tokens=self.num_prompt_tokens - other.num_prompt_tokens,
+            num_shed=self.num_shed - other.num_shed,
+            num_held=self.num_held - other.num_held,
+            num_held_tokens=self.num_held_tokens - other.num_held_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleView:

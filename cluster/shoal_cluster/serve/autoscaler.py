@@ -18,8 +18,9 @@ from shoal_cluster.policies.autoscaling import desired_replicas, scale_record
 from shoal_cluster.policies.autoscaling_config import ScaleConfig
 from shoal_cluster.policies.autoscaling_observe import MAX_AGE_S
 from shoal_cluster.policies.autoscaling_state import ScaleState
-from shoal_cluster.policies.autoscaling_view import Demand, ScaleRecord, ScaleView
+from shoal_cluster.policies.autoscaling_view import ScaleRecord, ScaleView
 from shoal_cluster.policies.replica_view import ReplicaView
+from shoal_cluster.serve.demand_sum import DemandSum
 from shoal_cluster.serve.freshness import Freshness
 from shoal_cluster.serve.metrics.autoscaler import AutoscalerMetrics
 from shoal_cluster.serve.metrics.ray_export import RayExport
@@ -48,6 +49,7 @@ class BlockScaling:
         self._is_told = False
         self._state = ScaleState()
         self._link: BoardLink | None = None
+        self._demand = DemandSum()
         self._metrics = AutoscalerMetrics()
         self._export = RayExport()
         self._freshness = Freshness(MAX_REPORT_AGE_S)
@@ -80,7 +82,7 @@ class BlockScaling:
         for report in reports:
             reserved.update(report.reserved_tokens)
         rows = [_row(context, i, reserved[i.unique_id]) for i in context.running_replicas]
-        demand = sum((r.demand for r in reports), Demand())
+        demand = self._demand.take({r.gateway_id: r.demand for r in reports})
         is_whole = bool(reports) and len(reports) >= max(r.num_gateways for r in reports)
         view = ScaleView(
             replicas=self._aged(rows, now),

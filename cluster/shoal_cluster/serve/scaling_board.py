@@ -86,6 +86,9 @@ class ScalingBoard:
     def put_tuning(self, tuning: Tuning) -> None:
         self._put("tuning", tuning)
 
+    def drop_tuning(self) -> None:
+        self._store.delete(f"{self._prefix}tuning")
+
     def tuning(self) -> Tuning | None:
         tuning = self._get("tuning", Tuning)
         try:

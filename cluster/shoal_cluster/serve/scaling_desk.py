@@ -221,4 +221,8 @@ class ScalingDesk:
         board.put_report(report)
         current = board.current()
         records = [] if current is None or current.seq <= last_seq else board.records(last_seq, current.seq)
-        return current, [replace(record, state=None) for record in records], board.tuning()  # it is most of a record
+        tuning = board.tuning()
+        has_ended = tuning is not None and tuning.base != report.base
+        if has_ended and report.base_since_s >= max(each.base_since_s for each in board.reports()):
+            board.drop_tuning()  # lest it comes back with the deployment's former settings
+        return current, [replace(record, state=None) for record in records], tuning  # the state is most of a record

@@ -21,6 +21,7 @@ from shoal_replica.executor import BlockPart, SchedulerOutput, StepResult
 from shoal_replica.frames import FrameReader, frame
 
 MAX_FRAME_BYTES = 256 * 2**20
+MAX_HELLO_BYTES = 2**12
 READ_BYTES = 2**16
 
 
@@ -184,7 +185,8 @@ class RankLink:
     """The engine's end of the channel to one rank, with what was last heard from it.
 
     Args:
-        timeout_s: longest wait for the rank's first frame, and for it to read what is sent.
+        timeout_s: longest wait for the rank to read what is sent.
+        hello_s: the longest wait for its first frame.
 
     Raises:
         OSError, ValueError: the peer is not a rank.
@@ -196,15 +198,19 @@ class RankLink:
         progressed_s: when the rank's progress was last seen to change.
     """
 
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+    def __init__(self, connection: socket.socket, timeout_s: float, hello_s: float) -> None:
         self.heard_s = self.progressed_s = monotonic()
+        deadline = self.heard_s + hello_s
         self.pulse = Pulse()
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._reader = FrameReader(_from_rank, MAX_HELLO_BYTES)
+        messages: list[FromRank] = []
+        while not messages:  # until the frame is complete: whoever it is may send a byte now and then
+            self._socket.settimeout(max(0.001, deadline - monotonic()))
+            messages = self.read()
         self._socket.settimeout(timeout_s)
-        self._reader = FrameReader(_from_rank, MAX_FRAME_BYTES)
-        while not (messages := self.read()):
-            pass  # until the frame is complete
+        self._reader.max_bytes = MAX_FRAME_BYTES
         if not isinstance(messages[0], Hello):
             raise ValueError("no rank's first frame")
         self.hello = messages[0]

@@ -41,6 +41,7 @@ STOP_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 5.0
 ASKED_TIMEOUT_S = 120.0  # to answer anything but a step
 POLL_S = 0.25  # while ranks start
+HELLO_S = 10.0  # to say who it is, for whoever connects: the others wait meanwhile
 LEAST_POLL_S = 0.01
 BLAME_S = 0.5  # when ranks fail because another is lost: how long to wait for that one's own report
 
@@ -220,18 +221,18 @@ class RankExecutor:
         links: dict[int, RankLink] = {}
         listener.settimeout(POLL_S)
         while len(links) < len(self._processes):
+            if monotonic() > deadline:
+                late = next(rank for rank in range(len(self._processes)) if rank not in links)
+                raise EngineDead(f"rank {late} did not call in time")
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
                 for rank, process in enumerate(self._processes):
                     if rank not in links and (reason := process.exit_reason(0.0)) is not None:
                         raise EngineDead(f"rank {rank} ended before it was ready: {reason}") from None
-                if monotonic() > deadline:
-                    late = next(rank for rank in range(len(self._processes)) if rank not in links)
-                    raise EngineDead(f"rank {late} did not call in time") from None
                 continue
             try:
-                link = RankLink(connection, self._timeout_s)
+                link = RankLink(connection, self._timeout_s, min(HELLO_S, deadline - monotonic()))
             except (OSError, ValueError):  # msgspec's errors are ValueErrors
                 connection.close()
                 continue

@@ -167,14 +167,15 @@ KUBERAY = [("cpu.yaml", "cluster.yaml"), ("npu.yaml", "npu.yaml")]
 
 @pytest.mark.parametrize(("kuberay", "serve"), KUBERAY)
 def test_kuberay_runs_the_serve_file(kuberay: str, serve: str) -> None:
-    service, clients = yaml.safe_load_all((DEPLOY / "kuberay" / kuberay).read_text())
+    (service,) = yaml.safe_load_all((DEPLOY / "kuberay" / kuberay).read_text())
     embedded = yaml.safe_load(service["spec"]["serveConfigV2"])
     cluster = yaml.safe_load((DEPLOY / "serve" / serve).read_text())
     assert embedded == cluster
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
-    assert clients["spec"]["selector"].items() <= head["metadata"]["labels"].items()
-    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
     gateway = cluster["applications"][0]["args"]["gateway"]
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+    assert "app.kubernetes.io/name" not in head["metadata"]["labels"], "KubeRay's Service for the head selects by it"
+    assert head["metadata"]["annotations"]["prometheus.io/port"] == gateway["http_address"].rpartition(":")[2]
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
     assert gateway["grpc_address"].endswith(f":{ports['grpc']}")
     assert gateway["http_address"].endswith(f":{ports['http']}")
 

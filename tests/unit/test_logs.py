@@ -14,7 +14,7 @@ from shoal_cluster.serve.call_observer import CallObserver
 from shoal_cluster.serve.http.errors import logged_report
 from shoal_cluster.serve.journal import Journal
 from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
-from shoal_cluster.serve.logs import ROOTS, LineFormatter, fields, log_call, set_up_logs
+from shoal_cluster.serve.logs import ROOTS, LineFormatter, fields, log_call, log_unread, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.trace_context import trace_context
 from shoal_replica.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
@@ -124,6 +124,23 @@ def test_no_words_of_a_request_are_logged_at_any_level(
     assert said.count("stack") == 3, "where an internal error came from is told"
     assert SECRET not in said
     assert SECRET not in caplog.text
+
+
+def test_a_request_of_which_nothing_is_known_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logs("json", "info", gateway_id="g")
+    log_unread("abc", "InvalidArgument")
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told.pop("time")
+    assert told == {
+        "level": "info",
+        "logger": "shoal_cluster.requests",
+        "message": "request invalid",
+        "gateway_id": "g",
+        "request_id": "abc",
+        "outcome": "invalid",
+        "error": "InvalidArgument",
+    }
 
 
 def test_the_level_is_kept_and_set_up_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ from shoal_cluster.serve.installed_ledger import install
 from shoal_cluster.serve.intake import Intake
 from shoal_cluster.serve.journal import Event, EventKind
 from shoal_cluster.serve.latency_window import LatencyTargets, LatencyWindow
-from shoal_cluster.serve.logs import error_log, log_call, set_up_logs
+from shoal_cluster.serve.logs import error_log, log_call, log_unread, set_up_logs
 from shoal_cluster.serve.metrics.gateway import GatewayMetrics
 from shoal_cluster.serve.metrics.gathered import replica_points
 from shoal_cluster.serve.metrics.ray_export import RayExport
@@ -241,8 +241,9 @@ class Gateway:
     def _own_points(self, rows: tuple[ReplicaRow, ...]) -> Iterator[Point]:
         return self._metrics.points(rows, self._ledger.view_tally.quality(), self._ledger.view.index)
 
-    def refuse_unread(self) -> None:
+    def refuse_unread(self, request_id: str, error: str) -> None:
         self._metrics.add_unread()
+        log_unread(request_id, error)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)

@@ -53,8 +53,8 @@ class GatewayCore(Protocol):
         """What is counted here, and what replicas and the autoscaler report."""
         ...
 
-    def refuse_unread(self) -> None:
-        """Count a call that a front end could not parse."""
+    def refuse_unread(self, request_id: str, error: str) -> None:
+        """Count and log a call that a front end has refused, for an ``error`` of that type."""
         ...
 
     async def explain(self, request_id: str) -> Explanation:

@@ -72,8 +72,8 @@ class GenerationService:
             tenant = headers.get(TENANT_KEY) if tenant is None else tenant
             request = codec.parse(generation_pb2.GenerateRequest, raw)
             return codec.call_from_proto(request, fresh_id, context.time_remaining(), tenant, trace_context(headers))
-        except (InvalidArgument, Unauthenticated):
-            self._core.refuse_unread()
+        except (InvalidArgument, Unauthenticated) as error:
+            self._core.refuse_unread(fresh_id, type(error).__name__)
             raise
 
     async def _stream(self, call: GenerateCall, context: grpc.aio.ServicerContext) -> None:

@@ -55,6 +55,13 @@ def log_call(record: CallRecord) -> None:
         _requests.log(level, "request %s", record.outcome.value, extra={"fields": call_fields(record)})
 
 
+def log_unread(request_id: str, error: str) -> None:
+    """Write the one line for a request that was refused before more than that could be known of it."""
+    outcome = RequestOutcome.INVALID
+    told = fields(request_id=request_id, outcome=outcome.value, error=error)
+    _requests.log(LEVELS[outcome], "request %s", outcome.value, extra=told)
+
+
 def call_fields(record: CallRecord) -> dict[str, object]:
     """The fields of a request's line, without those that are not known. Times are in seconds; the line's own is that of
     the request's end, because it is written later.

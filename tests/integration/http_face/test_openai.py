@@ -1103,6 +1103,9 @@ async def test_bad_input_has_openais_error_body(
     assert answer.headers["x-request-id"]
     # The core counts the requests that it refuses; any other bad request is reported to it, once.
     assert core.num_unread == (path in (CHAT, COMPLETION, RESPONSES) and not core.num_refused)
+    if core.num_unread:
+        assert core.last_unread[0] == answer.headers["x-request-id"]
+        assert core.last_unread[1].endswith(("InvalidArgument", "NotFound", "RequestValidationError", "HTTPException"))
 
 
 @pytest.mark.parametrize(

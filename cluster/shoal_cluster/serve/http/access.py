@@ -26,10 +26,10 @@ class KeyCheck:
     """ASGI middleware. The caller's tenant is at ``request.state.tenant``, None where no key is needed.
 
     Args:
-        refuse: called with the path of each request that is refused.
+        refuse: called with path and id of each request that is refused, and the type of its error.
     """
 
-    def __init__(self, app: ASGIApp, core: GatewayCore, refuse: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, core: GatewayCore, refuse: Callable[[str, str, str], None]) -> None:
         self._app = app
         self._core = core
         self._refuse = refuse
@@ -45,8 +45,9 @@ class KeyCheck:
                 try:
                     tenant = self._core.authenticate(given)
                 except Unauthenticated as error:
-                    self._refuse(scope["path"])
-                    response = error_response(error, scope["state"]["request_id"], scope["path"])
+                    path, request_id = scope["path"], scope["state"]["request_id"]
+                    self._refuse(path, request_id, type(error).__name__)
+                    response = error_response(error, request_id, path)
                     # Two lines: browsers take one challenge from each.
                     response.headers.append("www-authenticate", BEARER_CHALLENGE)
                     if given is None or given.lower().startswith("basic"):  # else a script of the page has asked

@@ -54,9 +54,9 @@ def build_http_app(
     """The ASGI application. A body above ``max_body_bytes`` gets 413. Pages of ``cors_origins`` may call it."""
     app = FastAPI(title="Shoal", docs_url="/docs", redoc_url=None)
 
-    def refuse_unread(path: str) -> None:
+    def refuse_unread(path: str, request_id: str, error: str) -> None:
         if path in GENERATE_PATHS:
-            core.refuse_unread()
+            core.refuse_unread(request_id, error)
 
     app.add_middleware(KeyCheck, core=core, refuse=refuse_unread)
     app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)  # around the other
@@ -66,9 +66,9 @@ def build_http_app(
         app.add_middleware(CORSMiddleware, **allowed, expose_headers=exposed_headers)
 
     async def refuse(request: Request, error: Exception) -> Response:
-        if request.method == "POST":
-            refuse_unread(request.url.path)
         request_id, path = request.state.request_id, request.url.path
+        if request.method == "POST":
+            refuse_unread(path, request_id, type(error).__name__)
         if isinstance(error, HTTPException):
             return report_response(http_error(error), request_id, path, error.headers)
         assert isinstance(error, RequestValidationError)
@@ -155,7 +155,7 @@ async def _answer(core: GatewayCore, body: B, request: Request, answers: Answers
         for call in calls:
             call.check_names()
     except Exception as error:
-        core.refuse_unread()
+        core.refuse_unread(request_id, type(error).__name__)
         return error_response(body.in_its_words(error), request_id, path)
     try:
         model = core.model_card(body.model).name

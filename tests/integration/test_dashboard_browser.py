@@ -230,6 +230,28 @@ async def test_a_range_that_was_left_before_its_past_came_is_not_shown(core: Fak
         assert watched.errors == []
 
 
+async def test_events_of_another_gateway_at_the_same_address_are_not_mixed_in(core: FakeCore, url: str) -> None:
+    others = [{"seq": number, "time_s": 5.0, "kind": "ready", "text": "elsewhere"} for number in range(1, 30)]
+    num_asked = 0
+
+    async def answer(route: Route) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await route.fulfill(json=others)
+
+    async with browser_page(url) as watched:
+        page = watched.page
+        await page.route("**/dashboard/events", answer)
+        await page.reload()
+        await is_live(page)
+        rows = page.locator("#event-list")
+        await expect(rows).to_contain_text(core.events(1)[0].text)
+        await page.wait_for_timeout(2000)  # some more updates
+        await expect(rows).not_to_contain_text("elsewhere")
+        assert num_asked <= 2, "once for the past, once because it does not fit"
+        assert watched.errors == []
+
+
 async def test_controls_need_the_key_and_change_the_cluster(core: FakeCore, url: str) -> None:
     async with browser_page(url) as watched:
         page = watched.page

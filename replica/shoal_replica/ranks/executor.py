@@ -222,8 +222,7 @@ class RankExecutor:
         listener.settimeout(POLL_S)
         while len(links) < len(self._processes):
             if monotonic() > deadline:
-                late = next(rank for rank in range(len(self._processes)) if rank not in links)
-                raise EngineDead(f"rank {late} did not call in time")
+                raise EngineDead(f"rank {min(set(range(len(self._processes))) - links.keys())} did not call in time")
             try:
                 connection, _ = listener.accept()
             except TimeoutError:

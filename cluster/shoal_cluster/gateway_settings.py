@@ -33,7 +33,10 @@ def _address(value: str) -> str:
 
 def _origin(value: str) -> str:
     """Browsers send origins in this form, and it is compared letter by letter."""
-    if value != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", value) is None:
+    if (
+        value not in ("*", "null")
+        and re.fullmatch(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", value) is None
+    ):
         raise ValueError(
             f"got {value!r}; must be '*' or like 'https://chat.example:8443', in lower case, without a path"
         )

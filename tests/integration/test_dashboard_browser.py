@@ -18,6 +18,22 @@ from fixtures.served_core import serving
 from fixtures.waiting import DEADLINE_S
 from playwright.async_api import Page, Route, expect
 
+RETRIES = """async () => {
+    const { Log } = await import(new URL("dashboard/static/log.js", location.origin));
+    const log = new Log("events", 500, () => {}), counts = [];
+    const newest = (time_s) => [28, 29].map((seq) => ({ seq, time_s }));
+    await log.load(newest(1));
+    counts.push(log.lines.length);
+    log.merge(newest(1));
+    counts.push(log.lines.length);
+    log.retryAt = 0;
+    log.merge(newest(5));
+    while (log.loading) await new Promise((resolve) => setTimeout(resolve, 10));
+    counts.push(log.lines.length);
+    return counts;
+}"""
+"""What a log shows where another gateway answers, whose lines have 5 as their time."""
+
 
 @pytest.fixture
 def core() -> FakeCore:
@@ -249,6 +265,8 @@ async def test_events_of_another_gateway_at_the_same_address_are_not_mixed_in(co
         await page.wait_for_timeout(2000)  # some more updates
         await expect(rows).not_to_contain_text("elsewhere")
         assert num_asked <= 2, "once for the past, once because it does not fit"
+        counts = await page.evaluate(RETRIES)
+        assert counts == [2, 2, 29], "the newest alone, also the next time, and after a while all"
         assert watched.errors == []
 
 

@@ -312,7 +312,7 @@ class Dawdler(LocalRanks):
     def _dawdle(connection: socket.socket) -> None:
         with connection:
             try:
-                for _ in range(200):
+                for _ in range(1200):
                     connection.sendall(b"\0")
                     time.sleep(0.05)
             except OSError:
@@ -323,7 +323,7 @@ def test_a_stranger_that_takes_its_time_keeps_ranks_waiting_only_so_long(monkeyp
     monkeypatch.setattr(executor_module, "HELLO_S", 0.5)
     settings, began_s = config(), time.monotonic()
     executor = RankExecutor(settings, Dawdler(settings.parallel, FAKE_RANK), DEADLINE_S)
-    assert time.monotonic() - began_s < 8.0, "it goes on for ten seconds"
+    assert time.monotonic() - began_s < 30.0, "it goes on for a minute"
     request = make_request(max_tokens=3)
     assert generate(executor, request)[request.request_id] == expected_tokens(request.prompt_token_ids, 3)
     executor.close()

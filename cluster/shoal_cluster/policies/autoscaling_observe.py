@@ -42,8 +42,8 @@ def observe(view: ScaleView, state: ScaleState, now: float) -> ScaleState:
     """Enter a snapshot into memory. Samples are at least a second apart. If the clock goes back, the past is forgotten
     but for the peaks of the load, which are then dated now at the latest.
 
-    No samples are taken while a gateway is silent: totals without its own would fall, then rise by all of them. Time in
-    which nobody looked, or by which the clock has been set forward, counts as time in which nobody has reported.
+    No samples are taken while a gateway is silent: what arrives there is not known. Time in which nobody looked, or by
+    which the clock has been set forward, counts as time in which nobody has reported.
     """
     known = reporting(view.replicas)
     if state.samples and now < state.samples[-1].time_s:
@@ -142,7 +142,7 @@ def _sample(
     )
     kept = [s for s in state.samples if s.time_s > now - MEMORY_S]
     if last is not None and any(new < old for new, old in zip(_totals(sample), _totals(last), strict=True)):
-        kept = []  # a gateway has been replaced: its totals start anew, while the others' go on
+        kept = []  # whoever counts has begun anew
     state = replace(state, samples=(*kept, sample), progress=MappingProxyType(progress), cost=cost)
     return replace(state, held=_learn_held(state, now))
 

@@ -14,7 +14,7 @@ class Demand:
     """What has arrived at the gateways, summed. Owner: the gateways; about a second old.
 
     Attributes:
-        num_requests, num_prompt_tokens: totals of what arrived, shed or not; they fall only when a gateway is replaced.
+        num_requests, num_prompt_tokens: totals of what arrived, shed or not. They only grow.
         num_shed: total of requests refused for lack of room.
         num_held, num_held_tokens: requests held at the gateways now, until a replica can start them, and their prompt
             tokens.

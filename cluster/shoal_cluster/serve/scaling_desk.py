@@ -223,6 +223,7 @@ class ScalingDesk:
         records = [] if current is None or current.seq <= last_seq else board.records(last_seq, current.seq)
         tuning = board.tuning()
         has_ended = tuning is not None and tuning.base != report.base
-        if has_ended and report.base_since_s >= max(each.base_since_s for each in board.reports()):
-            board.drop_tuning()  # lest it comes back with the deployment's former settings
+        is_newest = has_ended and all(report.base_since_s >= each.base_since_s for each in board.reports())
+        if is_newest and board.tuning() == tuning:  # nobody has tuned the new settings meanwhile
+            board.drop_tuning()  # lest it comes back with the former ones
         return current, [replace(record, state=None) for record in records], tuning  # the state is most of a record

@@ -207,7 +207,9 @@ class RankLink:
         self._reader = FrameReader(_from_rank, MAX_HELLO_BYTES)
         messages: list[FromRank] = []
         while not messages:  # until the frame is complete: whoever it is may send a byte now and then
-            self._socket.settimeout(max(0.001, deadline - monotonic()))
+            if (left_s := deadline - monotonic()) <= 0:
+                raise TimeoutError("it does not say who it is")
+            self._socket.settimeout(left_s)
             messages = self.read()
         self._socket.settimeout(timeout_s)
         self._reader.max_bytes = MAX_FRAME_BYTES

@@ -431,12 +431,13 @@ async def test_the_key_of_this_api_goes_first(http: httpx.AsyncClient, core: Fak
     assert (await http.get("/v1/models", headers={"x-api-key": "sk-a"})).status_code == 200
 
 
-async def test_a_refused_request_id_is_not_told_again(http: httpx.AsyncClient) -> None:
+async def test_a_refused_request_id_is_not_told_again(http: httpx.AsyncClient, core: FakeGateway) -> None:
     answer = await http.post(MESSAGES, json=ASKED, headers={"x-request-id": "a b"})
     told = answer.json()
     assert (answer.status_code, told["error"]["type"]) == (400, "invalid_request_error")
     assert told["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
     assert told["request_id"] not in ("", "a b")
+    assert core.last_unread == (told["request_id"], "InvalidArgument")
 
 
 @pytest.mark.parametrize("header", ["x-api-key", "authorization"])

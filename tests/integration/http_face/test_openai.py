@@ -1053,6 +1053,17 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (RESPONSES, {"input": "x", "previous_input_messages": HI}, 400, "previous_input_messages", "not supported"),
         (CHAT, {"messages": [{}] * 20_000}, 413, None, "body: must have at most 20000 objects and lists"),
         (CHAT, {"messages": [{"content": [{}] * 200}] * 100}, 413, None, "at most 20000 objects"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": [0, *[{}] * 20_000]}}}]}
+                ]
+            },
+            413,
+            None,
+            "at most 20000 objects",
+        ),
         (COMPLETION, {"prompt": [[]] * 20_000}, 413, None, "at most 20000 objects"),
         (CHAT, {"messages": HI, "tools": [0] * 129}, 400, "tools", "has 129 entries; must have at most 128"),
         (

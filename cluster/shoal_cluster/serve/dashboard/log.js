@@ -11,6 +11,7 @@ export class Log {
     this.onChange = onChange;
     this.lines = [];
     this.loading = false;
+    this.isPartial = false; // all but the newest lines are those of another gateway, and left out
     this.retryAt = 0;
   }
 
@@ -20,7 +21,8 @@ export class Log {
     const lastSeq = this.lines.at(-1)?.seq ?? 0;
     const same = this.lines.find((line) => line.seq === newest[0].seq);
     const isOther = same !== undefined && same.time_s !== newest[0].time_s;
-    const misses = isOther || newest[0].seq > lastSeq + 1 || newest.at(-1).seq < lastSeq;
+    const retries = this.isPartial && Date.now() >= this.retryAt;
+    const misses = retries || isOther || newest[0].seq > lastSeq + 1 || newest.at(-1).seq < lastSeq;
     if (misses && Date.now() >= this.retryAt) {
       this.load(newest);
       return;
@@ -40,6 +42,7 @@ export class Log {
       const told = (await fetchJson(this.path)).slice(-this.maxLines);
       const last = newest.at(-1);
       const isSame = !last || told.some((line) => line.seq === last.seq && line.time_s === last.time_s);
+      this.isPartial = !isSame;
       if (!isSame) this.retryAt = Date.now() + RETRY_MS;
       this.lines = isSame ? told : newest;
       this.onChange(this.lines);

@@ -59,7 +59,7 @@ def build_http_app(
             core.refuse_unread(request_id, error)
 
     app.add_middleware(KeyCheck, core=core, refuse=refuse_unread)
-    app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes)  # around the other
+    app.add_middleware(RequestFrame, max_body_bytes=max_body_bytes, refuse=refuse_unread)  # around the other
     if cors_origins:  # around both: a browser asks first, without a key
         exposed_headers = ("x-request-id", "request-id", "retry-after")
         allowed: Any = {"allow_origins": tuple(cors_origins), "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}

@@ -45,7 +45,8 @@ class PatientProtocol(HttpToolsProtocol):  # type: ignore[misc]
         elif self._num_bytes > MAX_HEAD_BYTES:
             self.send_400_response(f"the head of a request must have at most {MAX_HEAD_BYTES} bytes")
             self._calm()
-        elif self._is_amid and self._patience is None:
+        elif self._patience is None and (self._is_amid or self.cycle is None or self.cycle.response_complete):
+            # In the last case there were empty lines between requests, and uvicorn has stopped its own clock.
             self._patience = self.loop.call_later(PATIENCE_S, self._give_up)
 
     def on_message_begin(self) -> None:

@@ -59,11 +59,9 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def _entries_of(value: Any) -> list[Any]:
-    """Its objects and lists. A list of both these and others is refused by its first element."""
-    inner = value.values() if isinstance(value, dict) else value
-    if isinstance(value, list) and not isinstance(next(iter(value), None), dict | list):
-        return []
-    return [each for each in inner if isinstance(each, dict | list)]
+    """Its objects and lists. There may be millions of others, so this is written for speed."""
+    inner = value.values() if type(value) is dict else value
+    return [each for each in inner if type(each) is dict or type(each) is list]
 
 
 class _FirstError(FailFast):

@@ -27,10 +27,14 @@ class RequestFrame:
     """ASGI middleware: gives each request an id, returns it in ``x-request-id``, and limits the request's body.
 
     A client may send its own id in the same header. The id is at ``request.state.request_id``; a route may change it.
+
+    Args:
+        refuse: called with path and new id of each request whose own id is refused, and the type of its error.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, refuse: Callable[[str, str, str], None]) -> None:
         self._app = app
+        self._refuse = refuse
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,6 +48,7 @@ class RequestFrame:
         except ShoalError as error:
             request_id = new_request_id()
             refusal = error_response(error, request_id, scope["path"])
+            self._refuse(scope["path"], request_id, type(error).__name__)
         scope.setdefault("state", {})["request_id"] = request_id
         num_bytes = 0
 

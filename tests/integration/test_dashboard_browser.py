@@ -262,9 +262,10 @@ async def test_events_of_another_gateway_at_the_same_address_are_not_mixed_in(co
         await is_live(page)
         rows = page.locator("#event-list")
         await expect(rows).to_contain_text(core.events(1)[0].text)
-        await page.wait_for_timeout(2000)  # some more updates
+        num_before = num_asked
+        await page.wait_for_timeout(3000)  # six more updates
         await expect(rows).not_to_contain_text("elsewhere")
-        assert num_asked <= 2, "once for the past, once because it does not fit"
+        assert num_asked <= num_before + 1, "not with every update; once more if the stream was late"
         counts = await page.evaluate(RETRIES)
         assert counts == [2, 2, 29], "the newest alone, also the next time, and after a while all"
         assert watched.errors == []

@@ -35,13 +35,12 @@ def expected_cached_tokens(sequence: Sequence, kv: KVCacheManager, others: Itera
     num_blocks = len(kv.match(sequence.block_hashes, sequence.num_tokens))
     part = kv.match_within(sequence.block_hashes, num_blocks, sequence.tokens)
     num_cached = num_blocks * kv.block_size + (0 if part is None else part.num_tokens)
-    first = sequence.block_hashes[:1]
-    common = (
-        num_common_blocks(sequence.block_hashes, other.block_hashes)
-        for other in others
-        if other.block_hashes[:1] == first
-    )
-    return max(num_cached, max(common, default=0) * kv.block_size)
+    own, most = sequence.block_hashes, num_blocks
+    for other in others:  # there may be a thousand: most are done with after one comparison
+        theirs = other.block_hashes
+        if most < len(own) and most < len(theirs) and own[most] == theirs[most]:
+            most = num_common_blocks(own, theirs)
+    return max(num_cached, most * kv.block_size)
 
 
 def take_over(sequence: Sequence, matched: Items[Cached], plan: StepPlan, kv: KVCacheManager) -> None:

@@ -135,6 +135,9 @@ class TestModelConfig:
         assert not any((phi.qkv_bias, phi.output_bias, phi.mlp_bias, phi.qk_norm))
         smol = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9}
         assert ModelConfig.from_folder(write(tmp_path, **smol)).unrotated_layers == (3, 7)
+        for architecture, is_tied in (("SmolLM3ForCausalLM", True), ("LlamaForCausalLM", False)):
+            untold = {"architectures": [architecture], "tie_word_embeddings": None}
+            assert ModelConfig.from_folder(write(tmp_path, **untold)).tie_word_embeddings is is_tied
         smol["sliding_window"] = 64  # which it uses only if it says so
         assert ModelConfig.from_folder(write(tmp_path, **smol)).sliding_window is None
         smol["no_rope_layers"] = [0, 1, 1, 1, 1, 1, 1, 1, 0]

@@ -12,7 +12,9 @@ async def stop_listening(server: asyncio.Server) -> None:
     that its peer waits (https://github.com/python/cpython/issues/109564).
     """
     loop = asyncio.get_running_loop()
-    for listener in server.sockets:
-        loop.remove_reader(listener.fileno())
-    await asyncio.sleep(0)  # for the server's tasks that attach what was accepted
-    server.close()
+    try:
+        for listener in server.sockets:
+            loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)  # for the server's tasks that attach what was accepted
+    finally:
+        server.close()

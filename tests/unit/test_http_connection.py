@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ class App:
 
 
 @asynccontextmanager
-async def served(app: App) -> AsyncIterator[tuple[uvicorn.Server, asyncio.StreamReader, Send]]:
+async def served(app: Any) -> AsyncIterator[tuple[uvicorn.Server, asyncio.StreamReader, Send]]:
     """A server, and a connection to it."""
     config = uvicorn.Config(app, http=PatientProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
     server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
@@ -155,6 +155,28 @@ async def test_a_head_without_end_is_refused(begin: bytes, piece: bytes) -> None
             pass
         assert num_sent < 10 * MAX_HEAD_BYTES + 8 * 2**20  # sockets hold some of it
         assert (await told)[:12] in (b"HTTP/1.1 400", b"")  # a client that goes on sending may not see it
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_refusal_does_not_come_amid_the_answer_to_the_request_before() -> None:
+    has_begun = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9999")]})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        has_begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with served(endless) as (server, reader, send):
+        await send(HEAD + b"0123456789")
+        await has_begun.wait()
+        told = asyncio.create_task(rest(reader))
+        with suppress(ConnectionError):
+            await send(b"GET /" + b"b" * MAX_HEAD_BYTES)
+        answered = await told
+        assert answered.startswith(b"HTTP/1.1 200") or not answered
+        assert b"HTTP/1.1 400" not in answered
         await until(lambda: not server.server_state.connections)
 
 

@@ -43,7 +43,10 @@ class PatientProtocol(HttpToolsProtocol):  # type: ignore[misc]
         if self.transport.is_closing():
             self._calm()
         elif self._num_bytes > MAX_HEAD_BYTES:
-            self.send_400_response(f"the head of a request must have at most {MAX_HEAD_BYTES} bytes")
+            if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+                self.transport.abort()  # a refusal would become part of the answer to the request before
+            else:
+                self.send_400_response(f"the head of a request must have at most {MAX_HEAD_BYTES} bytes")
             self._calm()
         elif self._patience is None and (self._is_amid or self.cycle is None or self.cycle.response_complete):
             # In the last case there were empty lines between requests, and uvicorn has stopped its own clock.

@@ -142,3 +142,11 @@ def test_who_is_over_its_share_is_put_off_before_others(drawn: list[tuple[Claim,
     assume(are_met([claim for claim in claims if not claim.is_over], backlog))
     dates = met_together(claims, backlog)
     assert all(claim.is_over or due_s == claim.due_s for claim, due_s in zip(claims, dates, strict=True))
+
+
+def test_a_date_at_its_arrival_or_before_it_is_put_off_like_others() -> None:
+    """Another gateway's clock may be ahead of ours."""
+    backlog = Backlog(10.0, 0.25, one_machine().levels)
+    for due_s in (10.0, 9.0):
+        (date_s,) = met_together([Claim((0, 0), due_s, 1.0, 10.0, 2.0)], backlog)
+        assert date_s >= 11.0

@@ -189,3 +189,19 @@ def test_what_is_put_off_is_admitted_by_what_comes_before_its_objective() -> Non
     look(queue, view, 0.0)
     assert "new5" not in in_time(queue)
     assert queue.before("new5")[0] <= 6 * 500
+
+
+def test_with_thousands_held_a_new_pace_counts_from_the_next_time_that_dates_are_made_for_all() -> None:
+    """A look then does not make thousands of dates again and again, and the pace is not forgotten."""
+    view, queue = view_of(only=BUSY), PendingQueue(CONFIG)
+    for number in range(3000):
+        queue.push(pending(f"r{number}", 500, arrival_s=number / 1e6))
+
+    def due_s(now: float, token_s: float) -> float:
+        view.apply_update("only", structs.replace(BUSY, token_s=token_s), (), (), now)
+        look(queue, view, now)
+        return now + place(queue, "r2999", now).due_in_s
+
+    first, second, third = due_s(0.0, 0.002), due_s(0.15, 0.0005), due_s(0.35, 0.0005)
+    assert second == first
+    assert third < second

@@ -117,6 +117,19 @@ def test_rows_are_sorted_and_frozen_in_time(view: ClusterView) -> None:
     assert all(r.num_reserved == 0 for r in before)
 
 
+def test_who_joins_at_once_is_as_who_joins_one_by_one(view: ClusterView) -> None:
+    view.apply_update("one", make_stats(), [A], [], now=11.0)
+    view.join_all({"three": "node", "a": "", "two": "", "one": "other"})
+    assert view.replica_ids == ("a", "one", "three", "two")
+    assert [(r.replica_id, r.node_id, r.num_matched_blocks) for r in view.replicas_for((A,), 11.0)] == [
+        ("a", "", 0),
+        ("one", "other", 1),
+        ("three", "node", 0),
+        ("two", "node-of-two", 0),
+    ]
+    view.check_invariants()
+
+
 def test_a_snapshot_outlives_all_changes(view: ClusterView) -> None:
     view.apply_update("one", make_stats(num_running=3, num_waiting_tokens=40), [A], [], now=10.0)
     before, read = view.candidates((A, B), 10.5), view.candidates((A, B), 10.5)

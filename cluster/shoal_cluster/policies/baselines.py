@@ -166,7 +166,8 @@ def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recoll
 
 def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
     """llm-d's precise prefix scheduling: 2 x matched share of the prompt + 1 x (1 - KV usage) + 1 x queue score (0 for
-    the longest queue, 1 for the shortest), with the weights of its precise-prefix configuration; highest wins.
+    the longest queue, 1 for the shortest), with the weights of its precise-prefix configuration; highest wins. (So
+    since its scorer takes any producer's matches; before, matches counted from the shortest holder's to the longest's.)
     """
     told = candidates.told
     prefix = candidates.num_matched_blocks / max(1, len(query.block_hashes))
@@ -181,14 +182,15 @@ def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
 
 def dynamo_linear(query: RouteQuery, candidates: Candidates) -> Scores:
     """Dynamo's KV router: prefill_load_scale x max(0, active prefill blocks + the prompt's - credit x overlap) + decode
-    blocks, those that the request adds included; scale and credit are 1 by default, the temperature is 0; lowest wins.
+    blocks, with those of the request that no running one has already; scale and credit are 1 by default, the
+    temperature is 0; lowest wins. Which cached blocks are in use is not known here: the request's all count as added.
     """
     told = candidates.told
     active = told["num_waiting_tokens"] + candidates.num_reserved_tokens
     raw = (active + query.num_prompt_tokens) / query.block_size
     adjusted = np.maximum(0.0, raw - DYNAMO_OVERLAP_CREDIT * candidates.num_matched_blocks)
     decode = told["num_total_blocks"] - told["num_free_blocks"] + candidates.num_reserved_blocks
-    decode = decode + np.maximum(0, query.num_blocks_needed - candidates.num_matched_blocks)
+    decode = decode + query.num_blocks_needed
     return sum_of(prefill=DYNAMO_PREFILL_LOAD_SCALE * adjusted, decode=decode)
 
 

@@ -17,7 +17,7 @@ EPSILON_S = 1e-9
 MOST_TOGETHER = 1000
 """Dates are made together for so many of the most urgent requests. With that many before them, the others start no
 sooner for dates of their own, and all tokens that go through the gateway would wait for these to be made. With n times
-as many held, dates are made n times less often.
+as many held, dates are made n times less often, and so they are made for all, each by itself, as the pace changes.
 """
 
 
@@ -35,18 +35,28 @@ class DueDates:
         self._objective = objective
         self._by_urgency = by_urgency
         self._together_s = -math.inf  # when dates were made for all together
+        self._all_s = -math.inf  # when they were made for all, each by itself
+        self._is_pace_new = False  # since then
 
-    def renew_all(self, everybody: Collection[Held], begins_s: float) -> None:
-        """Make due dates anew, as the pace has changed: such that each can be met by itself. ``begins_s``: when a
-        replica can begin with more work. A lost request gets no earlier date here.
+    def note_pace(self) -> None:
+        """The pace has changed."""
+        self._is_pace_new = True
+
+    def renew(self, everybody: Collection[Held], begins_s: float, now: float) -> None:
+        """Make due dates anew such that each can be met by itself: of all requests if the pace has changed, else of
+        those that cannot be met any more. ``begins_s``: when a replica can begin with more work. A lost request gets no
+        earlier date here.
         """
-        for held in everybody:
-            self._date(held, begins_s)
-            _keep_if_lost(held)
-        self._by_urgency.move_all()
+        if self._is_pace_new and now - self._all_s >= PACE_AGE_S * len(everybody) / MOST_TOGETHER:
+            self._is_pace_new, self._all_s = False, now
+            for held in everybody:
+                self._date(held, begins_s)
+                _keep_if_lost(held)
+            self._by_urgency.move_all()
+        else:
+            self._renew_missed(begins_s)
 
-    def renew_missed(self, begins_s: float) -> None:
-        """The same for those alone that cannot be met any more."""
+    def _renew_missed(self, begins_s: float) -> None:
         if begins_s < self._by_urgency.begins_by_s - EPSILON_S:
             return
         for held in self._by_urgency.that_begin_by(begins_s + EPSILON_S):

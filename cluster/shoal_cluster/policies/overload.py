@@ -131,7 +131,7 @@ def met_together(claims: Sequence[Claim], backlog: Backlog) -> list[float]:
             _, takes_s, _, longest = heappop(lost or others)
             longest = -longest
             arrival_s = claims[longest].arrival_s
-            dates[longest] = arrival_s + (dates[longest] - arrival_s) * RENEWAL
+            dates[longest] = arrival_s + max(EPSILON_S, dates[longest] - arrival_s) * RENEWAL  # always later
             heappush(left, (its_group, dates[longest], longest))
             work_s += takes_s
             if longest == number:

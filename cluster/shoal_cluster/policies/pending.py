@@ -257,9 +257,8 @@ class PendingQueue:
         is_due = self._pace.is_due(now)  # asked first: ``look`` changes the answer
         if self._pace.look(present, now):
             begins_s = now + plan.outlook(self._pace.token_s).wait_s
-            self._dates.renew_all(self._held.values(), begins_s)
-        else:
-            self._dates.renew_missed(begins_s)
+            self._dates.note_pace()
+        self._dates.renew(self._held.values(), begins_s, now)
         if is_due:
             self._widen(now)
             if len(self._held) > 1:

@@ -57,10 +57,15 @@ class ClusterView:
 
     def join(self, replica_id: str, node_id: str = "") -> None:
         """Add a member. Nothing is routed to it before its first snapshot. Idempotent."""
-        if replica_id not in self:
-            self._set_members((*self.replica_ids, replica_id))
-        if node_id:
-            self._members.set_node(self._members.place_of[replica_id], node_id)
+        self.join_all({replica_id: node_id})
+
+    def join_all(self, node_ids: Mapping[str, str]) -> None:
+        """``join`` members on these nodes, "" where that is not known, all at once."""
+        if new := [replica_id for replica_id in node_ids if replica_id not in self]:
+            self._set_members((*self.replica_ids, *new))
+        for replica_id, node_id in node_ids.items():
+            if node_id:
+                self._members.set_node(self._members.place_of[replica_id], node_id)
 
     def leave(self, replica_id: str) -> None:
         """Remove a member: forget its blocks, its stats and what was promised on it. Idempotent."""

@@ -95,15 +95,15 @@ class GatewayLedger:
             if self.named is not None:
                 self.named.forget(replica_id)
             self._close_unused_feed(replica_id)
-        for replica_id, member in wanted.items():
-            if replica_id not in self._members:
-                self._members[replica_id] = member
-                self._draining.discard(replica_id)
-                self.view.join(replica_id, member.node_id)
-                self.sources.join(replica_id, member.blocks_address)
-                if (older := self._feeds.pop(replica_id, None)) is not None:
-                    older.close()  # it left and came back: only a new feed begins with a snapshot
-                self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
+        new = {replica_id: member for replica_id, member in wanted.items() if replica_id not in self._members}
+        self.view.join_all({replica_id: member.node_id for replica_id, member in new.items()})
+        for replica_id, member in new.items():
+            self._members[replica_id] = member
+            self._draining.discard(replica_id)
+            self.sources.join(replica_id, member.blocks_address)
+            if (older := self._feeds.pop(replica_id, None)) is not None:
+                older.close()  # it left and came back: only a new feed begins with a snapshot
+            self._feeds[replica_id] = self._feed(replica_id, member.feed_address)
         self.phases.roles.look(time.monotonic())
         self._changed.set()
 

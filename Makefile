@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 
 # Keeps Ray from starting a new cluster when a handle outlives its own.
@@ -13,6 +13,7 @@ export RAY_ENABLE_AUTO_CONNECT := 0
 
 setup: $(STAMP)
 
+# Python compiles what it imports: pip would compile every module, for half of the time that it takes.
 # torch comes first and by itself, so that no later step replaces the build that was found for this machine. TORCH_INDEX
 # names another index for it: https://download.pytorch.org/whl/cpu has builds without CUDA.
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/* cluster/csrc/*)

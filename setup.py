@@ -46,6 +46,13 @@ class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
+    def copy_extensions_to_source(self) -> None:
+        """Copy what was built; of what was not, a library from before must not be used: it may be of other sources."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            if not Path(self.build_lib, self.get_ext_filename(ext.name)).exists():
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         objects = Path(self.build_temp) / ext.name
@@ -127,4 +134,5 @@ def _compilers() -> list[str]:
     return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 
 
-setup(ext_modules=[Extension(name, []) for name in WITHOUT], cmdclass={"build_ext": BuildNative})
+# Optional: an editable install would insist on copying a library that was not built.
+setup(ext_modules=[Extension(name, [], optional=True) for name in WITHOUT], cmdclass={"build_ext": BuildNative})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,12 +41,17 @@ def build(folder: Path, **compilers: str) -> tuple[list[str], list[bool], list[s
         script = bin_folder / name.replace("cxx", "c++").replace("gxx", "g++")
         script.write_text(COMPILER.format(python=sys.executable, log=str(log), refused=refused))
         script.chmod(0o755)
-    command = [sys.executable, "-W", "always", "setup.py", "build_ext", "-b", str(folder / "lib"), "-t", str(folder)]
-    environment = {**os.environ, "PATH": str(bin_folder)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    warned = [line for line in run.stderr.splitlines() if "UserWarning: " in line]
+    warned = build_ext(ROOT, bin_folder, "-b", str(folder / "lib"), "-t", str(folder))
     return warned, [(folder / "lib" / path).exists() for path in LIBRARIES], log.read_text().splitlines()
+
+
+def build_ext(root: Path, path: Path, *options: str) -> list[str]:
+    """Run ``build_ext`` in ``root`` with only ``path`` on PATH. Returns the warnings."""
+    command = [sys.executable, "-W", "always", "setup.py", "build_ext", *options]
+    environment = {**os.environ, "PATH": str(path)}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return [line for line in run.stderr.splitlines() if "UserWarning: " in line]
 
 
 def test_without_a_compiler_there_is_one_warning_each_and_no_library(tmp_path: Path) -> None:
@@ -61,6 +67,23 @@ def test_what_was_built_before_is_gone_where_no_build_took_its_place(tmp_path: P
         (tmp_path / "lib" / path).parent.mkdir(parents=True)
         (tmp_path / "lib" / path).touch()
     assert build(tmp_path)[1] == [False, False]
+
+
+def test_an_install_in_place_goes_on_without_a_compiler_and_without_what_was_built_before(tmp_path: Path) -> None:
+    """As `pip install -e` builds."""
+    root = tmp_path / "sources"
+    root.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, root)
+    for package in ("kernels/shoal_kernels", "cluster/shoal_cluster", "replica/shoal_replica", "protos/shoal_protos"):
+        (root / package).mkdir(parents=True)
+    libraries = [root / "kernels" / LIBRARIES[0], root / "cluster" / LIBRARIES[1]]
+    for library in libraries:
+        library.parent.mkdir(exist_ok=True)
+        library.touch()
+    warned = build_ext(root, tmp_path / "nothing", "--inplace")
+    assert [why in line for why, line in zip(NOT_BUILT, warned, strict=True)] == [True, True]
+    assert [library.exists() for library in libraries] == [False, False]
 
 
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(tmp_path: Path) -> None:

@@ -177,6 +177,18 @@ def test_a_ratio_to_the_floor_is_the_median_of_each_rounds_own() -> None:
     assert disturbed.ratio_to_floor == pytest.approx(ratios[0])
 
 
+@pytest.mark.parametrize("row", ["d_warm", "i"])
+def test_the_floor_reads_what_sequences_share_once(row: str) -> None:
+    """Where only reading takes time, 31 steps of 32 sequences of 64 own tokens, and 63 of 4 beams."""
+    model = outcome_of().model(SHOAL)
+    weights, per_token = model.weight_bytes, model.block_bytes(1)
+    expected = {
+        "d_warm": sum(weights + (768 + 32 * (64 + i)) * per_token for i in range(1, 32)) / 1e9,
+        "i": 1e3 * 63 * (weights + (256 + 4 * 32) * per_token) / 1e9,
+    }
+    assert GENERATED[row[0]].floors(Floor(1e9, 1e30), model)[row] == pytest.approx(expected[row])
+
+
 def test_rows_without_a_floor_have_no_ratio_to_it() -> None:
     (ours,) = lines(outcome_of(*[replace(s, floor=None) for s in samples(SHOAL, [2, 4], "e")]), CONTENDERS)
     assert ours.floor is None

@@ -20,11 +20,11 @@ class Floor:
         """The best of each quantity: the floor is what the machine can do, not what it did while busy."""
         return cls(max(s.read_bytes_s for s in samples), max(s.gemm_flops_s for s in samples))
 
-    def decode_s(self, model: ModelConfig, num_seqs: int, context: int) -> float:
+    def decode_s(self, model: ModelConfig, num_seqs: int, context: int, shared: int = 0) -> float:
         """Seconds of a step that decodes a token per sequence: reading weights and KV cache once or computing,
-        whichever takes longer.
+        whichever takes longer. All sequences have the first ``shared`` tokens of their context in common.
         """
-        read = model.weight_bytes + num_seqs * context * model.block_bytes(1)
+        read = model.weight_bytes + (shared + num_seqs * (context - shared)) * model.block_bytes(1)
         return max(read / self.read_bytes_s, num_seqs * _token_flops(model, context, head=True) / self.gemm_flops_s)
 
     def prefill_s(self, model: ModelConfig, num_tokens: int, cached: int = 0) -> float:
@@ -32,12 +32,12 @@ class Floor:
         flops = sum(_token_flops(model, position, head=False) for position in range(cached, num_tokens))
         return (flops + 2 * model.vocab_size * model.hidden_size) / self.gemm_flops_s
 
-    def batch_s(self, model: ModelConfig, num_seqs: int, prompt_len: int, output_len: int, cached: int = 0) -> float:
-        """Seconds for the prefill of ``num_seqs`` prompts, each with ``cached`` tokens cached, and for decoding their
-        outputs step by step.
+    def batch_s(self, model: ModelConfig, num_seqs: int, prompt_len: int, output_len: int, shared: int = 0) -> float:
+        """Seconds for the prefill of ``num_seqs`` prompts, whose first ``shared`` tokens are the same and cached, and
+        for decoding their outputs step by step.
         """
-        return num_seqs * self.prefill_s(model, prompt_len, cached) + sum(
-            self.decode_s(model, num_seqs, prompt_len + i) for i in range(1, output_len)
+        return num_seqs * self.prefill_s(model, prompt_len, shared) + sum(
+            self.decode_s(model, num_seqs, prompt_len + i, shared) for i in range(1, output_len)
         )
 
 

@@ -148,7 +148,7 @@ def shared_prefix() -> Workload:
         return [Request([shared + own for own in prompts.batch(SHARERS, OWN_LEN)], SHARED_OUTPUT_LEN) for _ in range(2)]
 
     def floors(floor: Floor, model: ModelConfig) -> dict[str, float]:
-        warm = floor.batch_s(model, SHARERS, SHARED_LEN + OWN_LEN, SHARED_OUTPUT_LEN, cached=SHARED_LEN)
+        warm = floor.batch_s(model, SHARERS, SHARED_LEN + OWN_LEN, SHARED_OUTPUT_LEN, shared=SHARED_LEN)
         return {"d_cold": floor.prefill_s(model, SHARED_LEN) + warm, "d_warm": warm}
 
     return Workload(
@@ -172,7 +172,7 @@ def beams() -> Workload:
     width = BEAMS["beam_width"]
 
     def floors(floor: Floor, model: ModelConfig) -> dict[str, float]:
-        decode_s = (OUTPUT_LEN - 1) * floor.decode_s(model, width, PROMPT_LEN + OUTPUT_LEN // 2)
+        decode_s = (OUTPUT_LEN - 1) * floor.decode_s(model, width, PROMPT_LEN + OUTPUT_LEN // 2, PROMPT_LEN)
         return {"i": 1e3 * (floor.prefill_s(model, PROMPT_LEN) + decode_s)}
 
     return Workload(

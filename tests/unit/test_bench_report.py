@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from io import StringIO
@@ -13,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal_cluster.cli import app
-from shoal_replica.bench import steps
+from shoal_replica.bench import steps, worker
 from shoal_replica.bench.contender import FLOOR, SHOAL, Contender, Entries, make_contenders
 from shoal_replica.bench.floor import Floor
 from shoal_replica.bench.report import as_json, lines, paired_ratio, table
@@ -132,6 +133,19 @@ def test_decodes_that_are_timed_last_longer_than_the_prefills_before_them() -> N
         num_tokens = sum(map(len, request.prompts))
         free = 512 - len(request.prompts)  # tokens of a step for prefill, once all the others decode
         assert request.max_tokens - steps.DECODE_STEPS > num_tokens / free
+
+
+def test_a_batch_that_fills_a_step_by_its_decodes_is_left_out_and_the_table_says_so() -> None:
+    requests = steps.requests(Prompts(1000, "s"), 64)
+    assert max(len(request.prompts) for request in requests) == 32
+    assert max(request.max_tokens for request in requests) < 300
+    found = steps.StepTable()
+    found.left_out = steps.left_out(64)
+    assert found.as_json()["left_out"] == ["decode of 64 at 64", "decode of 64 at 256"]
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(table(Outcome(steps=found), [], "title"))
+    assert "decode of 64 at 256: left out, max_num_batched_tokens is too small" in console.export_text()
+    assert steps.left_out(512) == []
 
 
 def test_a_ratio_is_the_median_over_common_rounds() -> None:
@@ -268,6 +282,20 @@ def test_peers_that_cannot_be(texts: tuple[str, ...], message: str) -> None:
 def test_settings_that_cannot_be(others: dict[str, tuple[str, ...]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         peers(f"vllm={sys.executable}", **others)
+
+
+def test_vllm_computes_on_the_cores_given_not_on_those_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def load(package: str) -> None:
+        told.append(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
+        raise worker.Missing(package)
+
+    monkeypatch.setattr(worker.os, "environ", dict[str, str]())
+    monkeypatch.setattr(worker, "load", load)
+    with pytest.raises(worker.Missing):
+        worker.Vllm(worker.Settings("/models/m", 2, [0, 2]))
+    assert told == ["0,2"]
 
 
 def test_more_threads_than_cores() -> None:

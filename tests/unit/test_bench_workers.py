@@ -158,6 +158,11 @@ async def test_a_peer_that_fails_falls_out_and_the_others_go_on(mode: str, reaso
     assert [s.contender for s in outcome.samples] == [SHOAL, "other"] * 2
 
 
+def test_who_has_none_of_the_workloads_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"^--workloads: got 'cs'; peer has only 'ab', so nothing of it "):
+        Runner(replace(PLAN, workloads="cs"), [scripted(FLOOR), scripted(SHOAL), scripted("peer", workloads="ab")])
+
+
 async def test_without_shoal_there_is_no_run() -> None:
     with pytest.raises(Unavailable, match="shoal: its process ended"):
         await Runner(PLAN, [scripted(FLOOR), scripted(SHOAL, "dies"), scripted("peer")]).run()

@@ -115,6 +115,8 @@ def table(outcome: Outcome, contenders: Sequence[Contender], title: str) -> Tabl
         times = (min(seconds), statistics.median(seconds), max(seconds))
         found.add_row(head, shape, *(_number(1e3 * each) for each in times))
         head = ""
+    for shape in outcome.steps.left_out:
+        found.add_row(head, f"{shape}: left out, max_num_batched_tokens is too small")
     return found
 
 

@@ -15,7 +15,7 @@ from shoal_replica.bench.floor import Floor
 from shoal_replica.bench.processor import ForeignShare
 from shoal_replica.bench.worker_process import WorkerProcess, running
 from shoal_replica.bench.workloads import BATCH, GENERATED, PROMPT_LEN, Prompts, Request
-from shoal_replica.errors import ShoalError, Unavailable
+from shoal_replica.errors import ConfigError, ShoalError, Unavailable
 from shoal_replica.model_config import ModelConfig
 
 MB = 1e6
@@ -76,12 +76,19 @@ class Runner:
     def __init__(
         self, plan: Plan, contenders: Sequence[Contender], on_progress: Callable[[str], None] = lambda text: None
     ) -> None:
+        """Raises ConfigError for a contender that has none of the plan's workloads."""
         self._plan = plan
         self._contenders = contenders
         self._on_progress = on_progress
         self.outcome = Outcome()
         self._workers: dict[str, WorkerProcess] = {}
         self._last_floor = Floor(0.0, 0.0)
+        for contender in contenders:
+            if contender.name != FLOOR and not self._chosen(contender):
+                raise ConfigError(
+                    f"--workloads: got {plan.workloads!r}; {contender.name} has only {contender.workloads!r}, "
+                    f"so nothing of it would be measured"
+                )
 
     async def run(self) -> Outcome:
         """Start all workers, warm them up, do the rounds, and end them.
@@ -162,6 +169,7 @@ class Runner:
         elif letter == "s":
             budget = self.outcome.hellos[name]["info"]["scheduler"]["max_num_batched_tokens"]
             requests = steps.requests(prompts, budget)
+            self.outcome.steps.left_out = steps.left_out(budget)
             self.outcome.steps.add(requests, [await self._generate(name, request, steps=True) for request in requests])
         elif letter in GENERATED:
             workload = GENERATED[letter]

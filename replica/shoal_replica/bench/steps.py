@@ -30,15 +30,24 @@ def requests(prompts: Prompts, max_num_batched_tokens: int) -> list[Request]:
     """
     found = [Request(prompts.batch(1, length), 1) for length in PREFILL_LENS]
     for num_seqs, context in DECODE_SHAPES:
-        num_prefills = num_seqs * context // max(1, max_num_batched_tokens - num_seqs) + 1
-        found.append(Request(prompts.batch(num_seqs, context), num_prefills + DECODE_STEPS + 1))
+        if num_seqs < max_num_batched_tokens:
+            num_prefills = num_seqs * context // (max_num_batched_tokens - num_seqs) + 1
+            found.append(Request(prompts.batch(num_seqs, context), num_prefills + DECODE_STEPS + 1))
     return found
 
 
+def left_out(max_num_batched_tokens: int) -> list[str]:
+    """The batches that are not measured, in words: decodes of all their sequences would leave no room in a step for the
+    prompt of the last.
+    """
+    return [f"decode of {n} at {context}" for n, context in DECODE_SHAPES if n >= max_num_batched_tokens]
+
+
 class StepTable:
-    """Collects the step times of all repetitions."""
+    """Collects the step times of all repetitions. ``left_out``: what was not measured, in words."""
 
     def __init__(self) -> None:
+        self.left_out: list[str] = []
         self._prefill: dict[tuple[int, int], list[Mapping[str, float]]] = {}
         self._decode: dict[tuple[int, float], list[Mapping[str, float]]] = {}
 
@@ -61,7 +70,7 @@ class StepTable:
         for (num_seqs, context), steps in self._decode.items():
             yield f"decode of {num_seqs} at {context:.0f}", _times(steps)["seconds"]
 
-    def as_json(self) -> dict[str, list[dict[str, Any]]]:
+    def as_json(self) -> dict[str, list[Any]]:
         return {
             "prefill": [
                 {"num_new_tokens": new, "num_computed_tokens": computed} | _times(steps)
@@ -71,6 +80,7 @@ class StepTable:
                 {"num_seqs": num_seqs, "context": context} | _times(steps)
                 for (num_seqs, context), steps in self._decode.items()
             ],
+            "left_out": self.left_out,
         }
 
 

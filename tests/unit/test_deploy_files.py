@@ -102,6 +102,14 @@ def test_every_metric_is_on_the_board_or_in_a_rule(exported: dict[str, Family]) 
     assert {family.name for family in set(FAMILIES) - used} <= SEEN_ELSEWHERE
 
 
+def test_what_every_gateway_tells_is_counted_once() -> None:
+    """Replicas and the autoscaler are told of by each gateway. Quantiles stay as they are if all counts are doubled."""
+    once = r"max(?: by \([\w, ]+\))? ?\((?:rate\(|increase\()?$"
+    for expr in expressions():
+        for found in re.finditer(r"\bshoal_(?:replica|autoscaler)_\w+", expr):
+            assert found[0].endswith("_bucket") or re.search(once, expr[: found.start()]), expr
+
+
 def test_labels_and_their_values_exist(exported: dict[str, Family]) -> None:
     matchers = [
         (name, *matcher)

@@ -49,6 +49,30 @@ def test_chats_that_all_fail_end_in_one_error(monkeypatch: pytest.MonkeyPatch) -
     assert complaints == []
 
 
+def printed(monkeypatch: pytest.MonkeyPatch, gateway: GatewaySettings) -> str:
+    monkeypatch.setattr(demo.shutil, "which", lambda name: f"/bin/{name}")
+    return demo._addresses(gateway, demo.Chat("Why?", "demo-1"), None)
+
+
+def test_every_command_that_is_printed_reaches_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"grpc_address": "127.0.0.1:9100", "http_address": "127.0.0.1:8100"}
+    told = printed(monkeypatch, GatewaySettings(**others))
+    for command in ('generate "Why is the sky blue?"', "chat", "status", "explain demo-1", "tune --max-replicas 3"):
+        assert f"shoal {command} --address 127.0.0.1:9100\n" in told
+    assert "shoal top --address 127.0.0.1:8100\n" in told
+    safe = printed(monkeypatch, GatewaySettings(**others, tls_cert="cert.pem", tls_key="key.pem"))
+    assert "shoal status --address https://127.0.0.1:9100\n" in safe
+    assert "shoal top --address https://127.0.0.1:8100\n" in safe
+    assert "--address" not in printed(monkeypatch, GatewaySettings())
+
+
+def test_a_gateway_with_keys_is_told_of_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = printed(monkeypatch, GatewaySettings(api_keys={"alice": "sk-a"}))
+    assert "SHOAL_API_KEY must be one of the gateway's" in told
+    assert "sk-a" not in told
+    assert "SHOAL_API_KEY" not in printed(monkeypatch, GatewaySettings())
+
+
 def test_a_demo_whose_ray_has_died_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits with signals blocked, which its caller's thread must not stay."""
 

@@ -22,10 +22,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
+from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS, DEFAULT_HTTP_ADDRESS
 from shoal_cluster.chat.message import Message
 from shoal_cluster.commands.deploy import arguments_of, deploy, read_config
-from shoal_cluster.commands.gateway_access import TLS, GatewayAccess, http_url
+from shoal_cluster.commands.gateway_access import API_KEY_VARIABLE, TLS, GatewayAccess, http_url
 from shoal_cluster.commands.local_ray import LocalRay
 from shoal_cluster.commands.signals import ENDING, exit_on_signals
 from shoal_cluster.config import ClusterConfig
@@ -177,23 +177,31 @@ def _tls(gateway: GatewaySettings) -> str:
 
 
 def _addresses(gateway: GatewaySettings, chat: Chat, new_key: str | None) -> str:
-    grpc_address, http_address = _tls(gateway) + gateway.grpc_address, http_url(_tls(gateway) + gateway.http_address)
+    grpc_address, http_address = _tls(gateway) + gateway.grpc_address, _tls(gateway) + gateway.http_address
     shoal = "shoal" if shutil.which("shoal") else sys.argv[0]  # as the user can call it: `make` does not change PATH
     grpcurl = "-plaintext" if gateway.tls_cert is None else "-cacert CA.pem"
     at = "" if grpc_address == DEFAULT_GRPC_ADDRESS else f" --address {grpc_address}"
+    top_at = "" if http_address == DEFAULT_HTTP_ADDRESS else f" --address {http_address}"
+    url = http_url(http_address)
+    keys = (
+        f"\nkeys       {API_KEY_VARIABLE} must be one of the gateway's, for all of these"
+        if gateway.api_secrets()
+        else ""
+    )
     tune = f"{shoal} tune --max-replicas 3{at}"
     controls = (
         f"{ADMIN_KEY_VARIABLE}={new_key} {tune}\n           {new_key} is this demo's admin key" if new_key else tune
     )
     return f"""
 gRPC       {grpc_address}     {shoal} generate "Why is the sky blue?"{at}
-                              {shoal} chat   {shoal} status
-                              {shoal} top
+                              {shoal} chat{at}
+                              {shoal} status{at}
+                              {shoal} top{top_at}
                               grpcurl {grpcurl} {gateway.grpc_address} list
-HTTP       {http_address}/v1   any OpenAI client
-dashboard  {http_address}/dashboard
+HTTP       {url}/v1   any OpenAI client
+dashboard  {url}/dashboard
 why there  {shoal} explain {chat.request_id}{at}
-controls   {controls}
+controls   {controls}{keys}
 """
 
 

@@ -1,16 +1,20 @@
-"""What `shoal status` calls a replica's state."""
+"""What `shoal status` calls a replica's state; and its watch."""
 
 from __future__ import annotations
 
+import asyncio
 from io import StringIO
+from typing import Self
 
 import pytest
 from fixtures.fake_gateway import STATS
 from msgspec import structs
 from rich.console import Console
 
+from shoal_cluster.commands import client, status
 from shoal_cluster.commands.status import _table
 from shoal_cluster.serve.rows import ClusterRow, ReplicaRow
+from shoal_replica.errors import DeadlineExceeded, ShoalError, Unavailable
 
 DRAINING = structs.replace(STATS, draining=True)
 
@@ -35,3 +39,30 @@ def test_the_worst_is_said_in_eighty_columns(row: ReplicaRow, state: str) -> Non
     lines = console.export_text().splitlines()
     assert any(line.split()[0] == "one" and f" {state} " in line for line in lines if line.split())
     assert "…" not in console.export_text()
+
+
+def test_a_watch_goes_on_while_the_gateway_is_away_or_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    troubles: list[ShoalError | None] = [None, Unavailable("it is away"), DeadlineExceeded("it stalls"), None]
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            pass
+
+        async def __aenter__(self) -> Self:
+            return self
+
+        async def __aexit__(self, *args: object) -> None:
+            pass
+
+        async def cluster(self) -> ClusterRow:
+            if not troubles:
+                raise KeyboardInterrupt
+            if (trouble := troubles.pop(0)) is not None:
+                raise trouble
+            return ClusterRow(model="m", replicas=())
+
+    monkeypatch.setattr(client, "GatewayClient", Client)
+    monkeypatch.setattr(status, "WATCH_PERIOD_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(status._watch("127.0.0.1:9000", False))
+    assert troubles == []

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from shoal_cluster.addresses import DEFAULT_GRPC_ADDRESS
-from shoal_replica.errors import Unavailable
+from shoal_replica.errors import DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,7 +66,7 @@ async def _watch(address: str, replicas: bool) -> None:
                 await asyncio.sleep(WATCH_PERIOD_S)
                 try:
                     shown = _screen(await client.cluster(), replicas)
-                except Unavailable as error:  # the gateway may be being replaced
+                except (Unavailable, DeadlineExceeded) as error:  # the gateway may be being replaced, or stall
                     shown = f"{error}; trying again"
                 live.update(shown, refresh=True)
 

@@ -3,13 +3,16 @@
     python tests/benchmarks/bench_speculation.py smollm2-135m-instruct
 
 Answers of 128 tokens to questions, and to requests to rewrite, to summarise and to comment on parts of this
-repository's files. Both engines have one thread and take turns at every group of prompts; times are those of steps that
+repository's files. These change: figures are of equal work only where the digest of the prompts, printed first, is the
+same. Both engines have one thread and take turns at every group of prompts; times are those of steps that
 compute no prompts. Their answers must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from pathlib import Path
 
 from shoal_replica import LLM, SamplingParams
@@ -40,6 +43,10 @@ def workloads() -> dict[str, list[str]]:
         "summarise": [f"Summarise the following text:\n\n{text}" for text in texts],
         "code": [f"Add type hints and comments to this code:\n```python\n{text}\n```" for text in code],
     }
+
+
+def digest(prompts: dict[str, list[str]]) -> str:
+    return hashlib.blake2b(json.dumps(prompts).encode(), digest_size=8).hexdigest()
 
 
 class Decodes:
@@ -79,6 +86,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--quantization", default="none")
     args = parser.parse_args()
+    prompts_of = workloads()
+    print(f"prompts: {digest(prompts_of)}")
     llms = [
         LLM(args.model, num_blocks=2048, quantization=args.quantization, num_speculative_tokens=number)
         for number in (0, None)
@@ -87,7 +96,7 @@ def main() -> None:
         llm.generate([list(range(1000, 1600))], WARM_UP)
     print(f"{'':28} tokens  steps, with guesses  tokens/s, with guesses  gain")
     for size in args.sequences:
-        for name, prompts in workloads().items():
+        for name, prompts in prompts_of.items():
             for how, params in (("greedy", GREEDY), ("drawn", DRAWN)):
                 print(f"{size:3} x {name:12} {how:8}", end=" ")
                 measure(llms, prompts, params, size)

@@ -88,7 +88,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
 async def test_one_that_stops_amid_a_request_is_ended(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, is_first: bool
 ) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.25)
     app = App()
     async with served(app) as (server, reader, send):
         if not is_first:
@@ -100,7 +100,7 @@ async def test_one_that_stops_amid_a_request_is_ended(
             await until(lambda: not server.server_state.connections and not server.server_state.tasks)
             assert app.num_left == (b"\r\n\r\n" in sent)
         else:  # an idle one is kept for uvicorn's own time
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
             await send(HEAD + b"0123456789")
             assert await answer(reader) == b"10"
 
@@ -108,13 +108,13 @@ async def test_one_that_stops_amid_a_request_is_ended(
 async def test_one_that_sends_slowly_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PATIENCE_S", 1.5)
     async with served(App()) as (_, reader, send):
-        for _ in range(2):
+        for idle_s in (0.0, 2.0):
+            await asyncio.sleep(idle_s)
             await send(HEAD)
             for piece in range(10):
                 await asyncio.sleep(0.2)
                 await send(b"%d" % piece)
             assert await answer(reader) == b"10"
-            await asyncio.sleep(2.0)  # idle
 
 
 async def test_one_that_waits_for_a_slow_answer_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:

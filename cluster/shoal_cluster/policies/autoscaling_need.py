@@ -28,7 +28,8 @@ class Load:
         rate, rate_ahead: requests arriving now, and by the time that a replica asked for now would serve.
         rate_first: while the past is shorter than LEVEL_S, the mean so far less one standard deviation; else 0.
         rate_lasting: the mean over LEVEL_S, or PEAK_S at least; 0 while that is not known.
-        num_uncached_tokens: prompt tokens of a request that need compute, on average.
+        num_uncached_tokens: prompt tokens of a request that need compute: the mean of those that have arrived lately;
+            where none has, of those that wait; 0 if none does.
         num_blocks, num_sequences: held now, smoothed.
         num_waiting_tokens: prompt tokens to compute, at replicas, on their way, and held at gateways.
         num_shed: requests refused within ``burst_window_s``.
@@ -66,19 +67,26 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
         blocks, sequences = [sum(s.num_allocated_blocks for s in known)], [sum(s.num_running for s in known)]
     burst = state.since(now - config.burst_window_s)
     rate, rate_ahead = _arrival_rates(state, config, now)
-    num_request_tokens = num_tokens / num_arrived if num_arrived else 0.0
     uncached = uncached_share(known)
+    num_waiting_tokens = (
+        sum(s.num_waiting_tokens for s in known)
+        + sum(row.num_reserved_tokens for row in view.replicas)
+        + round(demand.num_held_tokens * uncached)
+    )
+    num_waiting = sum(s.num_waiting for s in known) + sum(row.num_reserved for row in view.replicas) + demand.num_held
+    if num_arrived:
+        num_uncached_tokens = num_tokens / num_arrived * uncached
+    else:  # a queue may be longer than the memory of what has arrived
+        num_uncached_tokens = num_waiting_tokens / num_waiting if num_waiting else 0.0
     return Load(
         rate=rate,
         rate_ahead=rate_ahead,
         rate_first=_first_rate(state, now),
         rate_lasting=growth(state.samples, lambda s: s.num_requests, now - LEVEL_S, now, PEAK_S) or 0.0,
-        num_uncached_tokens=num_request_tokens * uncached,
+        num_uncached_tokens=num_uncached_tokens,
         num_blocks=_mean(blocks),
         num_sequences=_mean(sequences),
-        num_waiting_tokens=sum(s.num_waiting_tokens for s in known)
-        + sum(row.num_reserved_tokens for row in view.replicas)
-        + round(demand.num_held_tokens * uncached),
+        num_waiting_tokens=num_waiting_tokens,
         num_shed=burst[-1].num_shed - burst[0].num_shed if burst else 0,
         num_held=demand.num_held,
         replica_tokens_per_s=None

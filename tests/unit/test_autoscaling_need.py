@@ -1,0 +1,33 @@
+"""What the needs are worked out from: what waits, and how fast requests arrive."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.scaled_world import CONFIG, PACE, World, terms
+
+from shoal_cluster.policies.autoscaling_state import ScaleState
+
+LONG_S = 3 * 120  # three times as long as arrivals are remembered
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_waits_keeps_its_replicas_however_long_ago_it_arrived(is_restarted: bool) -> None:
+    world = World()
+    world.run(4.0, 100)
+    before = world.target
+    world.held = 10_000
+    if is_restarted:
+        world.state = ScaleState()
+    for _ in range(LONG_S):
+        world.tokens_done += PACE  # the replicas are at it
+        decision = world.look(0.0)
+    assert terms(decision)["needed_for_queue"] > 1
+    assert terms(decision)["predicted_ttft_s"] > CONFIG.ttft_objective_s
+    assert min(world.counts()[-LONG_S:]) >= before
+
+
+def test_a_cluster_in_which_nothing_waits_or_arrives_has_no_queue() -> None:
+    world = World()
+    world.run(4.0, 100)
+    assert "needed_for_queue" not in terms(world.run(0.0, LONG_S))
+    assert world.target == 1

@@ -96,6 +96,13 @@ def test_a_load_that_fell_leaves_its_peak_ready_and_then_goes() -> None:
     assert story.run(0.2, 500).num_replicas < 5
 
 
+def test_a_load_that_ended_leaves_its_peak_ready_and_then_goes() -> None:
+    story = Story(CONFIG)
+    story.run(20.0, 100)
+    assert story.run(0.0, 400).num_replicas >= 10
+    assert story.run(0.0, 600).num_replicas == 1
+
+
 def test_a_minimum_of_zero_lets_an_idle_cluster_go_whatever_it_remembers() -> None:
     story = Story(replace(CONFIG, min_replicas=0))
     story.run(20.0, 100)

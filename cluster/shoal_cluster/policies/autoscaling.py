@@ -37,8 +37,9 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
     """
     state = observe(view, state, now)
     load = measure(view, state, config, now)
-    if (served := replica_rate(load, state)) is not None:
-        state = replace(state, offered=remember_offered(load.rate_lasting / served, state, config, now))
+    if (served := replica_rate(load, state)) is not None or not load.rate_lasting:
+        offered = load.rate_lasting / served if served is not None else 0.0
+        state = replace(state, offered=remember_offered(offered, state, config, now))
     regrets = state.last_down_s is not None and now - state.last_down_s < REGRET_S
     needed = needs(load, state, config, min(1.0, config.target_utilization / (SLACK if regrets else 1.0)), now)
     if regrets and _whole(needed, load, view, state) > view.num_target:  # by more than a little: then all of it at once

@@ -13,6 +13,7 @@ from shoal_cluster.policies.autoscaling_state import ScaleState, growth
 from shoal_cluster.policies.autoscaling_view import Demand, ScaleView
 
 LEVEL_S = 40.0  # a rate over this long is taken as it is; three of them in a row show a trend
+LEAST_SPAN_S = 5.0  # shorter means are too noisy to tell a level or a trend by
 PEAK_S = 20.0  # a rate counts as a peak when it is a mean over at least this long
 CERTAINTY = 2.0  # standard deviations by which a short window must stand out; one is enough for a trend
 SMOOTH_S = 10.0  # blocks and sequences are averaged over this long
@@ -170,7 +171,7 @@ def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[
     """
 
     def rate(since_s: float, until_s: float) -> float | None:
-        return growth(state.samples, lambda s: s.num_requests, now - since_s, now - until_s, config.burst_window_s)
+        return growth(state.samples, lambda s: s.num_requests, now - since_s, now - until_s, LEAST_SPAN_S)
 
     new = rate(LEVEL_S, 0.0)
     level = new or 0.0

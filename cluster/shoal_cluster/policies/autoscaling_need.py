@@ -54,6 +54,12 @@ class Load:
         """Whether nothing runs, waits or arrives, as far as is reported."""
         return not (self.num_held or self.num_waiting_tokens or self.num_sequences or self.rate)
 
+    @property
+    def num_computing(self) -> float:
+        """How many replicas the prompts to come would keep computing all the time; 0 before a pace is known."""
+        pace = self.replica_tokens_per_s
+        return 0.0 if pace is None else self.rate_ahead * self.num_uncached_tokens / pace
+
 
 def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float) -> Load:
     """The load, from the snapshot and the samples before it."""
@@ -67,7 +73,7 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
     if not recent or now - recent[-1].time_s > 2 * SAMPLE_PERIOD_S:  # a gateway is silent
         blocks, sequences = [sum(s.num_allocated_blocks for s in known)], [sum(s.num_running for s in known)]
     burst = state.since(now - config.burst_window_s)
-    rate, rate_ahead = _arrival_rates(state, config, now)
+    rate = _rate_now(state, config, now)
     uncached = uncached_share(known)
     num_waiting_tokens = (
         sum(s.num_waiting_tokens for s in known)
@@ -81,7 +87,7 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
         num_uncached_tokens = num_waiting_tokens / num_waiting if num_waiting else 0.0
     return Load(
         rate=rate,
-        rate_ahead=rate_ahead,
+        rate_ahead=_rate_ahead(state, rate, now),
         rate_first=_first_rate(state, now),
         rate_lasting=growth(state.samples, lambda s: s.num_requests, now - LEVEL_S, now, PEAK_S) or 0.0,
         num_uncached_tokens=num_uncached_tokens,
@@ -98,33 +104,56 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
 
 def needs(load: Load, state: ScaleState, config: ScaleConfig, target: float, now: float) -> dict[str, float]:
     """How many replicas each resource needs so that its use stays at ``target``: real numbers by name."""
-    capacity = state.capacity
+    capacity, held = state.capacity, state.held
     if capacity is None:
         return {}
-    compute = 0.0
-    found: dict[str, float] = {}
-    if load.replica_tokens_per_s is not None:
-        compute = load.rate_ahead * load.num_uncached_tokens / load.replica_tokens_per_s
-        found["compute"] = compute / target * (UNKNOWN_OUTPUTS if state.held is None else 1.0)
-    found["blocks"] = load.num_blocks / (capacity.num_blocks * target)
-    found["sequences"] = load.num_sequences / (capacity.max_num_seqs * target)
-    if state.held is not None:  # prompts take a share of the time, so sequences that decode stay longer
-        blocks, sequences = (
-            load.rate_ahead * rate for rate in (state.held.blocks_per_rate, state.held.sequences_per_rate)
-        )
-        found["blocks"] = max(found["blocks"], blocks / (capacity.num_blocks * target) + compute)
-        found["sequences"] = max(found["sequences"], sequences / (capacity.max_num_seqs * target) + compute)
+    blocks_per_rate = None if held is None else held.blocks_per_rate
+    sequences_per_rate = None if held is None else held.sequences_per_rate
+    found = {
+        "compute": _compute(load, state, target),
+        "blocks": _held(load, load.num_blocks, blocks_per_rate, capacity.num_blocks * target),
+        "sequences": _held(load, load.num_sequences, sequences_per_rate, capacity.max_num_seqs * target),
+        "reserve": _reserve(load, state, config, target),
+        "queue": _queue(load, state, config, now),
+    }
+    return {name: count for name, count in found.items() if count is not None}
+
+
+def _compute(load: Load, state: ScaleState, target: float) -> float | None:
+    """None before a pace is known."""
+    if load.replica_tokens_per_s is None:
+        return None
+    return load.num_computing / target * (UNKNOWN_OUTPUTS if state.held is None else 1.0)
+
+
+def _held(load: Load, num_held: float, per_rate: float | None, room: float) -> float:
+    """For what is held now and, once it is known what a request a second holds, for what will be; a replica has
+    ``room``. Prompts take a share of the time, so sequences that decode stay longer.
+    """
+    if per_rate is None:
+        return num_held / room
+    return max(num_held / room, load.rate_ahead * per_rate / room + load.num_computing)
+
+
+def _reserve(load: Load, state: ScaleState, config: ScaleConfig, target: float) -> float | None:
+    """None where the cluster may go to 0 and is idle: a minimum of 0 accepts waiting for a start."""
+    if config.min_replicas == 0 and load.is_idle:
+        return None
     served = replica_rate(load, state)
-    predicted_ttft_s = predicted_ttft(load, state)
-    if not (config.min_replicas == 0 and load.is_idle):  # a minimum of 0 accepts waiting for a start
-        offered = max(load.rate, load.rate_first) / served if served is not None else 0.0
-        found["reserve"] = reserve(offered, state, config) * config.target_utilization / target
-    if served is not None and predicted_ttft_s is not None and predicted_ttft_s > config.ttft_objective_s:
-        # What will still wait when a replica asked for now serves, to be worked off in as long again.
-        ahead_s = max(state.expected_startup_s, config.ttft_objective_s)
-        left = _num_waiting(load) + load.rate * ahead_s - served * _serving_s(state, ahead_s, now)
-        found["queue"] = (load.rate + max(0.0, left) / ahead_s) / served
-    return found
+    offered = max(load.rate, load.rate_first) / served if served is not None else 0.0
+    return reserve(offered, state, config) * config.target_utilization / target
+
+
+def _queue(load: Load, state: ScaleState, config: ScaleConfig, now: float) -> float | None:
+    """What will still wait when a replica asked for now serves is worked off in as long again. None while the running
+    replicas are quick enough for the objective, or no pace is known.
+    """
+    served, ttft_s = replica_rate(load, state), predicted_ttft(load, state)
+    if served is None or ttft_s is None or ttft_s <= config.ttft_objective_s:
+        return None
+    ahead_s = max(state.expected_startup_s, config.ttft_objective_s)
+    left = _num_waiting(load) + load.rate * ahead_s - served * _serving_s(state, ahead_s, now)
+    return (load.rate + max(0.0, left) / ahead_s) / served
 
 
 def replica_rate(load: Load, state: ScaleState) -> float | None:
@@ -161,32 +190,39 @@ def _serving_s(state: ScaleState, ahead_s: float, now: float) -> float:
     return state.num_running * ahead_s + coming
 
 
-def _arrival_rates(state: ScaleState, config: ScaleConfig, now: float) -> tuple[float, float]:
-    """Requests a second now, and a start-up time ahead.
+def _rate(state: ScaleState, since_s: float, until_s: float) -> float | None:
+    """Requests a second between two times; None where too little is known of them."""
+    return growth(state.samples, lambda s: s.num_requests, since_s, until_s, LEAST_SPAN_S)
 
-    Now is the mean of the last LEVEL_S, or of a shorter window as far as that is certain to be higher: arrivals are at
-    least as irregular as a Poisson process, so N of them could have been CERTAINTY * sqrt(N) fewer. Ahead adds the rise
-    from one LEVEL_S to the next if it has lasted for three of them and still goes on; it takes the least of these
-    rises, so that a step is not taken for a slope.
+
+def _rate_now(state: ScaleState, config: ScaleConfig, now: float) -> float:
+    """Requests a second: the mean of the last LEVEL_S, or of a shorter window as far as that is certain to be higher.
+
+    Arrivals are at least as irregular as a Poisson process, so N of them could have been CERTAINTY * sqrt(N) fewer.
     """
-
-    def rate(since_s: float, until_s: float) -> float | None:
-        return growth(state.samples, lambda s: s.num_requests, now - since_s, now - until_s, LEAST_SPAN_S)
-
-    new = rate(LEVEL_S, 0.0)
-    level = new or 0.0
+    level = _rate(state, now - LEVEL_S, now) or 0.0
     for window_s in (*SHORT_WINDOWS_S, config.burst_window_s):
         window = state.since(now - window_s)
         if len(window) > 1 and (span_s := window[-1].time_s - window[0].time_s) > 0:
             count = window[-1].num_requests - window[0].num_requests
             level = max(level, (count - CERTAINTY * math.sqrt(count)) / span_s)
-    older, old = rate(3 * LEVEL_S, 2 * LEVEL_S), rate(2 * LEVEL_S, LEVEL_S)
-    early, late = rate(LEVEL_S, LEVEL_S / 2), rate(LEVEL_S / 2, 0.0)
+    return level
+
+
+def _rate_ahead(state: ScaleState, level: float, now: float) -> float:
+    """Requests a second a start-up time ahead, at ``level`` now.
+
+    The rise from one LEVEL_S to the next goes on if it has lasted for three of them and still does; the least of these
+    rises counts, so that a step is not taken for a slope.
+    """
+    older, old = (_rate(state, now - n * LEVEL_S, now - (n - 1) * LEVEL_S) for n in (3, 2))
+    new, half = _rate(state, now - LEVEL_S, now), now - LEVEL_S / 2
+    early, late = _rate(state, now - LEVEL_S, half), _rate(state, half, now)
     if older is None or old is None or new is None or early is None or late is None:
-        return level, level
+        return level
     noise = math.sqrt(2 * new / LEVEL_S)
     rise = max(0.0, min(new - old - noise, old - older - noise, 2 * (late - early) + noise))
-    return level, max(level, new + rise * (0.5 + state.expected_startup_s / LEVEL_S))
+    return max(level, new + rise * (0.5 + state.expected_startup_s / LEVEL_S))
 
 
 def _first_rate(state: ScaleState, now: float) -> float:

@@ -46,6 +46,7 @@ def test_replicas_are_asked_for_a_start_up_time_before() -> None:
         ({"cron": "0 0 31 2 *"}, "a date that comes"),
         ({"timezone": "Mars/Olympus"}, "got timezone 'Mars/Olympus'"),
         ({"timezone": "../etc/passwd"}, "got timezone"),
+        ({"timezone": "America"}, "got timezone 'America'; must be a name such as UTC"),
         ({"duration_s": 5}, "must be from 60 to 31622400"),
         ({"duration_s": float("nan")}, "must be from 60 to 31622400"),
         ({"duration_s": float("inf")}, "must be from 60 to 31622400"),

@@ -44,7 +44,7 @@ class Schedule:
             next(CronSim(self.cron, datetime.fromtimestamp(0.0, ZoneInfo(self.timezone))))
         except (CronSimError, StopIteration):
             raise ConfigError(f"schedules: got cron {self.cron!r}; must be five fields of a date that comes") from None
-        except (ZoneInfoNotFoundError, ValueError):
+        except (ZoneInfoNotFoundError, ValueError, OSError):  # OSError: a folder of zones, such as America
             raise ConfigError(f"schedules: got timezone {self.timezone!r}; must be a name such as UTC") from None
         if not 60 <= self.duration_s <= MAX_SCHEDULE_S:
             raise ConfigError(f"schedules: got duration_s {self.duration_s!r}; must be from 60 to {MAX_SCHEDULE_S}")

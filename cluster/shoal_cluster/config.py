@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, NonNegativeFloat, ValidationError, model_validator
 
 from shoal_cluster.gateway_settings import GatewaySettings
-from shoal_cluster.policies.autoscaling_config import ScaleConfig, Schedule
+from shoal_cluster.policies.autoscaling_config import LIMITS, ScaleConfig, Schedule
 from shoal_cluster.settings import Settings
 from shoal_replica.adapter import NAME_PATTERN
 from shoal_replica.config import DEFAULT_BLOCK_SIZES, MAX_THREADS, ParallelConfig, SchedulerConfig
@@ -205,7 +205,8 @@ class ObjectiveSettings(Settings):
 
     ttft_s: float = Field(
         2.0,
-        gt=0,
+        ge=LIMITS["ttft_objective_s"][0],
+        le=LIMITS["ttft_objective_s"][1],
         description="seconds from a request's arrival to its first token; in the queue, plus twice its own prefill",
     )
     inter_token_s: float = Field(0.2, gt=0, description="mean seconds between a sequence's tokens")
@@ -274,10 +275,17 @@ class ClusterConfig(Settings):
         return self
 
     def scale_config(self) -> ScaleConfig:
-        """The settings for the autoscaler. Raises ConfigError: a value is outside its limits."""
+        """The settings for the autoscaler. Raises ConfigError: a value is outside its limits.
+
+        A schedule above ``max_replicas`` is refused only here: a maximum that is lowered at run time caps it.
+        """
         fields = self.scaling.model_dump(exclude={"schedules"})
         schedules = tuple(Schedule(**s.model_dump()) for s in self.scaling.schedules)
-        return ScaleConfig(ttft_objective_s=self.objective.ttft_s, schedules=schedules, **fields)
+        config = ScaleConfig(ttft_objective_s=self.objective.ttft_s, schedules=schedules, **fields)
+        most, scheduled = config.max_replicas, max((s.min_replicas for s in schedules), default=0)
+        if scheduled > most:
+            raise ConfigError(f"schedules: got min_replicas {scheduled}; must be at most max_replicas ({most})")
+        return config
 
     def sampling_defaults(self, folder: Path) -> dict[str, Any]:
         """Of requests to the model in ``folder``. Raises ConfigError for a file with values out of their limits."""

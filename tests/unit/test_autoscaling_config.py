@@ -8,7 +8,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from shoal_cluster.config import ClusterConfig
+from shoal_cluster.policies.autoscaling import desired_replicas
 from shoal_cluster.policies.autoscaling_config import LIMITS, ScaleConfig, Schedule, tunable
+from shoal_cluster.policies.autoscaling_state import ScaleState
+from shoal_cluster.policies.autoscaling_view import ScaleView
 from shoal_replica.errors import ConfigError, InvalidArgument
 
 OFFICE = Schedule(cron="30 7 * * 1-5", duration_s=3600, min_replicas=4, timezone="Europe/Berlin")
@@ -84,7 +87,11 @@ def test_tuning_changes_what_it_names() -> None:
 def test_scaling_in_the_yaml() -> None:
     schedule = {"cron": "0 8 * * *", "duration_s": 60, "min_replicas": 2}
     config = ClusterConfig.from_args(
-        {"model": "m", "scaling": {"min_replicas": 0, "schedules": [schedule]}, "objective": {"ttft_s": 1.5}}
+        {
+            "model": "m",
+            "scaling": {"min_replicas": 0, "max_replicas": 2, "schedules": [schedule]},
+            "objective": {"ttft_s": 1.5},
+        }
     )
     assert config.scale_config().schedules == (Schedule(**schedule),)  # type: ignore[arg-type]
     assert config.scale_config().ttft_objective_s == 1.5
@@ -95,3 +102,26 @@ def test_scaling_in_the_yaml() -> None:
     )
     with pytest.raises(ConfigError, match=r"scaling\.mx: unknown key"):
         config.with_scaling({"mx": 3})
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"objective": {"ttft_s": 5000}}, r"objective\.ttft_s: got 5000; .*less than or equal to 3600"),
+        ({"objective": {"ttft_s": 0.001}}, r"objective\.ttft_s: got 0\.001; .*greater than or equal to 0\.01"),
+        (
+            {"scaling": {"max_replicas": 3, "schedules": [{"cron": "0 8 * * *", "duration_s": 60, "min_replicas": 5}]}},
+            r"scaling\.schedules: got min_replicas 5; must be at most max_replicas \(3\)",
+        ),
+    ],
+)
+def test_an_error_names_the_key_of_the_yaml(args: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ClusterConfig.from_args({"model": "m"} | args)
+
+
+def test_a_maximum_tuned_below_a_schedule_caps_it() -> None:
+    config = ScaleConfig(max_replicas=8, schedules=(OFFICE,)).tuned({"max_replicas": 2})
+    decision = desired_replicas(ScaleView(replicas=(), num_target=1), ScaleState(), config, berlin("2026-03-02T08:00"))
+    assert decision.num_replicas == 2
+    assert decision.reason.startswith("up: from 2, by schedule to 2 replicas are allowed")

@@ -54,7 +54,8 @@ def desired_replicas(view: ScaleView, state: ScaleState, config: ScaleConfig, no
         count, reason = _up(view, state, config, num_needed, why, now)
     else:
         count, reason = _down(view, state, config, num_needed, delay_s, now)
-    floor = max(config.min_replicas, config.scheduled_replicas(now, state.expected_startup_s))
+    scheduled = config.scheduled_replicas(now, state.expected_startup_s)
+    floor = min(max(config.min_replicas, scheduled), config.max_replicas)  # a tuned maximum may be below a schedule
     bounded = min(max(count, floor), config.max_replicas)
     if bounded != count:
         kind = "up" if bounded > view.num_target else "down" if bounded < view.num_target else "hold"

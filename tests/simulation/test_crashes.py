@@ -266,9 +266,8 @@ def test_faults_are_given_on_the_command_line(tmp_path: Path) -> None:
     (trace := tmp_path / "trace.jsonl").write_text(TRACE)
     app = typer.Typer()
     app.command()(sim)
-    arguments = ["--trace", str(trace), "--replicas", "2", "--json"]
-    arguments += ["--fault", "crash:1@0.3+5", "--fault", "stall:0@0.1+2"]
-    told = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).output)
+    arguments = ["--trace", str(trace), "--json", "--fault", "crash:1@0.3+5", "--fault", "stall:0@0.1+2"]
+    told = json.loads(CliRunner().invoke(app, [*arguments, "--replicas", "2"], catch_exceptions=False).output)
     assert told["num_finished"] == 20
     assert told["num_resumes"] > 0
     assert told["latency_s"]["max"] > 2.0

@@ -291,10 +291,11 @@ def test_lengths_come_once_a_second_the_same_each_time(lengths: Path) -> None:
 
 
 def test_the_command_plans_and_draws(lengths: Path, tmp_path: Path) -> None:
-    small = ["--trace", str(lengths), "--format", "lengths", "--replicas", "2", "--blocks-per-replica", "20", "--json"]
+    one = ["--trace", str(lengths), "--format", "lengths", "--blocks-per-replica", "20", "--json"]
+    small = [*one, "--replicas", "2"]
     capacity = json.loads(invoke(*small, "--find-capacity"))["capacity"]
     assert capacity > 1
-    least = json.loads(invoke(*small, "--find-replicas", "--speed", str(capacity * 0.98)))
+    least = json.loads(invoke(*one, "--find-replicas", "--speed", str(capacity * 0.98)))
     assert least["replicas"] == 2
     assert "num_replicas" not in least["settings"]
     report = json.loads(invoke(*small, "--plot", str(tmp_path / "plots"), "--gateways", "2", "--seconds", "20"))
@@ -302,6 +303,12 @@ def test_the_command_plans_and_draws(lengths: Path, tmp_path: Path) -> None:
     assert all((tmp_path / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in ("latency.png", "load.png"))
     slow = json.loads(invoke(*small, "--model-rate", "100,0,0.1", "--no-hold"))
     assert slow["ttft_s"]["p50"] > 10 * report["ttft_s"]["p50"]
+
+
+def test_the_command_scales_by_the_objective_that_is_given(lengths: Path) -> None:
+    scaled = ["--trace", str(lengths), "--format", "lengths", "--requests", "1", "--scale", "1:2", "--json"]
+    plan = json.loads(invoke(*scaled, "--ttft", "0.5"))["settings"]["scaling"]
+    assert plan["config"]["ttft_objective_s"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -315,7 +322,10 @@ def test_the_command_plans_and_draws(lengths: Path, tmp_path: Path) -> None:
         (["--model-rate", "8000,1,0"], r"pair_s: got 1\.0; must be at most 1e-05"),
         (["--model-rate", "8000,0,1e9"], r"decode_s: got 1000000000\.0; must be between 0 and 3600"),
         (["--order", "x"], "order"),
-        (["--goodput", "0"], "goodput"),
+        (["--goodput", "0", "--find-capacity"], "goodput"),
+        (["--goodput", "0.9"], "--goodput requires --find-capacity or --find-replicas: a single run has no goal"),
+        (["--replicas", "4", "--find-replicas"], "--replicas cannot be combined with --find-replicas: the search sets"),
+        (["--scale", "1:4", "--ttft", "5000"], r"ttft: got 5000\.0; must be from 0\.01 to 3600 with --scale"),
         (["--scale", "1:4", "--shared-pool"], "--shared-pool cannot be combined with --scale"),
         (["--seconds", "inf"], "seconds: got inf; must be finite"),
         (["--fault", f"stall:0@{'9' * 400}+5"], "fault: got one from 9+ s .* must be at most"),

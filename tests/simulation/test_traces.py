@@ -119,7 +119,7 @@ def test_what_would_never_end_is_refused(tmp_path: Path) -> None:
 def test_searches_say_where_they_end(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(sim)
-    arguments = ["--trace", str(written(tmp_path / "trace.jsonl", [ROW])), "--replicas", "2", "--speed", "2"]
+    arguments = ["--trace", str(written(tmp_path / "trace.jsonl", [ROW])), "--speed", "2"]
 
     def told(*more: str) -> str:
         return CliRunner().invoke(app, [*arguments, *more], catch_exceptions=False).stdout

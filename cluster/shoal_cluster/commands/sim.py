@@ -12,7 +12,7 @@ import typer
 
 from shoal_cluster.commands.sim_run import find_fewest, find_speed, run_once
 from shoal_cluster.policies.admission import AdmissionLimits
-from shoal_cluster.policies.autoscaling_config import ScaleConfig
+from shoal_cluster.policies.autoscaling_config import LIMITS, ScaleConfig
 from shoal_cluster.policies.baselines import OWN_RULE, ROUTINGS
 from shoal_cluster.policies.hold_config import HoldConfig
 from shoal_cluster.policies.objective import LatencyObjective, PrefillTime
@@ -29,6 +29,7 @@ from shoal_replica.config import SCHEDULING_POLICIES, CacheConfig, SchedulerConf
 from shoal_replica.errors import ConfigError
 
 WEIGHTS = RouteWeights()
+NUM_REPLICAS = 8
 STARTUP_S = 30.0
 MAX_STARTUP_S = 86_400.0
 HOST_TOKENS_PER_S = 200_000.0  # 25 GB/s at 128 KB per token
@@ -38,6 +39,7 @@ Name = TypeVar("Name", bound=str)
 
 CLASHES = (
     ("find_replicas", "find_capacity", "choose one"),
+    ("replicas", "find_replicas", "the search sets the number of replicas"),
     ("fault", "find_capacity", "at another speed a fault would hit another part of the trace"),
     ("scale", "find_capacity", "the search keeps the number of replicas"),
     ("scale", "find_replicas", "the search sets the number of replicas"),
@@ -50,12 +52,13 @@ CLASHES = (
 """Options that do not go together, and why."""
 
 NEEDS = (
-    ("startup", "scale", "otherwise no replica is started"),
-    ("host_rate", "host_blocks", "otherwise nothing moves to host memory"),
-    ("prefill_share", "transfer_rate", "the replica that decodes copies the prompt's blocks"),
-    ("shed_late", "hold", "only held requests are refused later"),
+    ("startup", ("scale",), "otherwise no replica is started"),
+    ("host_rate", ("host_blocks",), "otherwise nothing moves to host memory"),
+    ("prefill_share", ("transfer_rate",), "the replica that decodes copies the prompt's blocks"),
+    ("shed_late", ("hold",), "only held requests are refused later"),
+    ("goodput", ("find_capacity", "find_replicas"), "a single run has no goal; it reports its goodput"),
 )
-"""Options that mean nothing without another, and why."""
+"""Options that mean nothing without one of others, and why."""
 
 MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_STEP_TOKENS = 10**7, 2**20, 2**24
 
@@ -63,7 +66,10 @@ MAX_BLOCKS, MAX_BLOCK_SIZE, MAX_STEP_TOKENS = 10**7, 2**20, 2**24
 def sim(
     trace: Annotated[Path, typer.Option(help="Trace file, plain or .gz.")],
     trace_format: Annotated[str, typer.Option("--format", help=", ".join(TRACE_FORMATS))] = "mooncake",
-    replicas: Annotated[int, typer.Option(min=1, max=MAX_REPLICAS, help="Number of replicas.")] = 8,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_REPLICAS, help=f"Number of replicas. Default: {NUM_REPLICAS}."),
+    ] = None,
     blocks_per_replica: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS, help="KV blocks per replica.")] = 1000,
     block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE, help="Tokens per block.")] = 512,
     host_blocks: Annotated[
@@ -138,7 +144,10 @@ def sim(
     prefills: Annotated[
         float, typer.Option(help="Objective: multiple of the request's uncached prefill time added to --ttft.")
     ] = 2.0,
-    goodput: Annotated[float, typer.Option(help="Required share of requests within the objective.")] = DEFAULT_GOODPUT,
+    goodput: Annotated[
+        float | None,
+        typer.Option(help=f"Required share of requests within the objective. Default: {DEFAULT_GOODPUT:g}."),
+    ] = None,
     capacity: Annotated[
         bool, typer.Option("--find-capacity", help="Find the highest speed at which --goodput is reached.")
     ] = False,
@@ -155,6 +164,8 @@ def sim(
     _check_together(
         find_replicas=least,
         find_capacity=capacity,
+        replicas=replicas is not None,
+        goodput=goodput is not None,
         scale=scale is not None,
         startup=startup is not None,
         fault=bool(fault),
@@ -167,7 +178,8 @@ def sim(
         hold=is_held,
         shed_late=shed_late,
     )
-    if not 0 < goodput <= 1:
+    num_replicas, goal = replicas or NUM_REPLICAS, DEFAULT_GOODPUT if goodput is None else goodput
+    if not 0 < goal <= 1:
         raise ConfigError(f"goodput: got {goodput!r}; must be above 0 and at most 1")
     if is_held and rule != OWN_RULE:
         raise ConfigError(f"--hold cannot be combined with --routing {rule}: only predicted_ttft places held requests")
@@ -177,7 +189,7 @@ def sim(
     step_time = replace(_step_time(model_rate, model_from), move_s=block_size / (host_rate or HOST_TOKENS_PER_S))
     objective = LatencyObjective(ttft_s=ttft, prefill_factor=prefills)
     config = SimConfig(
-        num_replicas=replicas,
+        num_replicas=num_replicas,
         # No partial reuse: traces tell prompts apart by whole blocks only.
         cache=CacheConfig(
             num_blocks=blocks_per_replica,
@@ -195,13 +207,13 @@ def sim(
         weights=weights,
         limits=AdmissionLimits(objective=objective if shed_late else None, pair_s=step_time.prefill.pair_s),
         hold=HoldConfig(objective=objective, prefill=step_time.prefill) if is_held else None,
-        scaling=_scaling(scale, STARTUP_S if startup is None else startup),
+        scaling=_scaling(scale, STARTUP_S if startup is None else startup, ttft),
         num_gateways=gateways,
         has_shared_pool=shared_pool,
         transfer_s=None if transfer_rate is None else block_size / _finite("transfer_rate", transfer_rate),
         prefill_share=prefill_share,
         objective=objective,
-        faults=parse_faults(fault or (), 1 if least else replicas),  # --find-replicas starts with one replica
+        faults=parse_faults(fault or (), 1 if least else num_replicas),  # --find-replicas starts with one replica
         seed=seed,
     )
     arrivals = _arrivals(trace, trace_format, requests, seconds, rounds, speed)
@@ -218,9 +230,9 @@ def sim(
     told = settings if as_json else None
     if least:
         del settings["num_replicas"]  # that is what the search looks for
-        find_fewest(config, arrivals, goodput, told)
+        find_fewest(config, arrivals, goal, told)
     elif capacity:
-        find_speed(config, arrivals, goodput, speed, told)
+        find_speed(config, arrivals, goal, speed, told)
     else:
         run_once(config, arrivals, plot, told)
 
@@ -231,8 +243,8 @@ def _check_together(**given: bool) -> None:
         if given[name] and given[other]:
             raise ConfigError(f"{_option(name)} cannot be combined with {_option(other)}: {why}")
     for name, needed, why in NEEDS:
-        if given[name] and not given[needed]:
-            raise ConfigError(f"{_option(name)} requires {_option(needed)}: {why}")
+        if given[name] and not any(given[other] for other in needed):
+            raise ConfigError(f"{_option(name)} requires {' or '.join(map(_option, needed))}: {why}")
 
 
 def _option(name: str) -> str:
@@ -271,7 +283,8 @@ def _arrivals(
     return speed_up(repeat([r for r in arrivals if limit_s is None or r.arrival_s <= limit_s], rounds), speed)
 
 
-def _scaling(text: str | None, startup_s: float) -> ScalingPlan | None:
+def _scaling(text: str | None, startup_s: float, ttft_s: float) -> ScalingPlan | None:
+    """As in a deployment, queues are scaled by the objective's ``ttft_s``."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
@@ -281,7 +294,10 @@ def _scaling(text: str | None, startup_s: float) -> ScalingPlan | None:
         config = ScaleConfig(min_replicas=int(found[1]), max_replicas=int(found[2]))
     except ConfigError as error:
         raise ConfigError(f"scale: got {text!r}; {error}") from None
-    return ScalingPlan(config=config, startup_s=startup_s)
+    least_s, most_s = LIMITS["ttft_objective_s"]
+    if not least_s <= ttft_s <= most_s:
+        raise ConfigError(f"ttft: got {ttft_s!r}; must be from {least_s:g} to {most_s:g} with --scale")
+    return ScalingPlan(config=replace(config, ttft_objective_s=ttft_s), startup_s=startup_s)
 
 
 def _step_time(rate: str | None, path: Path | None) -> StepTime:

@@ -28,6 +28,7 @@ from shoal_cluster.sim.traces import read_trace
 from shoal_cluster.sim.workload import SimRequest, poisson, shared_prefixes, speed_up
 from shoal_replica.config import CacheConfig, SchedulerConfig
 from shoal_replica.errors import ConfigError, NotFound
+from shoal_replica.executor import ScheduledSequence, SchedulerOutput
 from shoal_replica.stats import ReplicaStats
 
 PREFILL = PrefillTime(tokens_per_s=8000.0)
@@ -166,17 +167,23 @@ def test_lone_streams_do_not_pile_up_on_the_one_that_knows_their_prefix() -> Non
 # Step times
 
 
-def test_step_times_are_found_again_from_what_they_make(tmp_path: Path) -> None:
+def prompt_step(num_computed_tokens: int, num_new_tokens: int) -> SchedulerOutput:
+    return SchedulerOutput(1, (ScheduledSequence(0, num_computed_tokens, num_new_tokens, samples=False),))
+
+
+@pytest.mark.parametrize(("prefill_s", "decode_s"), [(0.0, 0.005), (0.016, 0.0)])
+def test_step_times_are_found_again_from_what_they_make(tmp_path: Path, prefill_s: float, decode_s: float) -> None:
     true = StepTime(
         prefill=PrefillTime(tokens_per_s=2000.0, pair_s=4e-8),
         step_s=0.002,
-        decode_s=0.005,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
         decode_sequence_s=0.0006,
         decode_context_s=2e-7,
     )
     steps = {
         "prefill": [
-            {"num_new_tokens": n, "num_computed_tokens": c, "seconds": [true.step_s + true.prefill.seconds(c, n)] * 3}
+            {"num_new_tokens": n, "num_computed_tokens": c, "seconds": [true.of(prompt_step(c, n))] * 3}
             for n in (16, 256, 1024)
             for c in (0, 1024)
         ],
@@ -191,7 +198,9 @@ def test_step_times_are_found_again_from_what_they_make(tmp_path: Path) -> None:
     fitted = fit_step_time(path)
     assert fitted.prefill.tokens_per_s == pytest.approx(2000.0, rel=1e-3)
     assert fitted.prefill.pair_s == pytest.approx(4e-8, rel=1e-3)
-    assert (fitted.step_s, fitted.decode_s) == (pytest.approx(0.002, rel=1e-2), pytest.approx(0.005, rel=1e-2))
+    assert fitted.step_s == pytest.approx(0.002, rel=1e-2)
+    assert fitted.prefill_s == pytest.approx(prefill_s, rel=1e-2, abs=1e-6)
+    assert fitted.decode_s == pytest.approx(decode_s, rel=1e-2, abs=1e-6)
     assert fitted.decode_sequence_s == pytest.approx(0.0006, rel=1e-3)
     assert fitted.decode_context_s == pytest.approx(2e-7, rel=1e-2)
 

@@ -251,6 +251,9 @@ def test_step_time_adds_prefills_and_one_weight_read() -> None:
     decodes = tuple(ScheduledSequence(i, 10, 1, samples=True) for i in (1, 2))
     assert time.of(SchedulerOutput(1, decodes)) == pytest.approx(0.032)
     assert time.of(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.032 + 0.05 + (5000 + 1275) * 1e-6)
+    slow_start = replace(time, prefill_s=0.016)
+    assert slow_start.of(SchedulerOutput(1, (prompt, *decodes))) == pytest.approx(0.048 + 0.05 + (5000 + 1275) * 1e-6)
+    assert slow_start.of(SchedulerOutput(1, decodes)) == pytest.approx(0.032), "no prompt, no cost of one"
     moving = replace(time, move_s=0.02)
     assert moving.of(SchedulerOutput(1, decodes, moves_in=((0, 1), (1, 2)))) == pytest.approx(0.032 + 0.04), "first"
     assert moving.of(SchedulerOutput(1, decodes, moves_out=((0, 1),))) == pytest.approx(0.032), "meanwhile"

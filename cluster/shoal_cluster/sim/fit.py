@@ -117,6 +117,7 @@ def _fit(prefill: list[tuple[float, float, float]], decode: list[tuple[float, fl
     return StepTime(
         prefill=PrefillTime(tokens_per_s=1 / max(token_s, 1 / MAX_TOKENS_PER_S), pair_s=pair_s),
         step_s=min(base_s, decode_s),
+        prefill_s=max(0.0, base_s - decode_s),
         decode_s=max(0.0, decode_s - base_s),
         decode_sequence_s=sequence_s,
         decode_context_s=context_s,

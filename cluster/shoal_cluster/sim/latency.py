@@ -20,6 +20,7 @@ class StepTime:
     Attributes:
         prefill: time of a prompt chunk.
         step_s: fixed cost of every step.
+        prefill_s: added once to a step that computes prompts, however few tokens.
         decode_s: added once to a step that decodes, however few sequences: reading the weights.
         decode_sequence_s, decode_context_s: added for each decoding sequence, and for each token of its context.
         move_s: time to move one block. Moves to host memory overlap with the step; moves back come before it.
@@ -27,6 +28,7 @@ class StepTime:
 
     prefill: PrefillTime = field(default_factory=PrefillTime)
     step_s: float = 0.0
+    prefill_s: float = 0.0
     decode_s: float = 0.030
     decode_sequence_s: float = 0.0
     decode_context_s: float = 0.0
@@ -39,7 +41,7 @@ class StepTime:
             )
         if self.prefill.pair_s > MOST_PAIR_S:
             raise ConfigError(f"pair_s: got {self.prefill.pair_s!r}; must be at most {MOST_PAIR_S:g}")
-        for name in ("step_s", "decode_s", "decode_sequence_s", "decode_context_s", "move_s"):
+        for name in ("step_s", "prefill_s", "decode_s", "decode_sequence_s", "decode_context_s", "move_s"):
             value = getattr(self, name)
             if not 0 <= value <= MOST_STEP_S:
                 raise ConfigError(f"{name}: got {value!r}; must be between 0 and {MOST_STEP_S:g}")
@@ -55,6 +57,8 @@ class StepTime:
                 num_context_tokens += share.num_computed_tokens
             else:
                 prefill_s += self.prefill.seconds(share.num_computed_tokens, share.num_new_tokens)
+        if prefill_s:
+            prefill_s += self.prefill_s
         computing_s = prefill_s + self.decode(num_decodes, num_context_tokens)
         return self.move_s * len(output.moves_in) + max(computing_s, self.move_s * len(output.moves_out))
 

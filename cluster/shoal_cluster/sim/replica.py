@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -15,7 +14,7 @@ from shoal_cluster.policies.wishes import Wish
 from shoal_cluster.sim.event_loop import EventLoop
 from shoal_cluster.sim.faults import Hindrances
 from shoal_cluster.sim.latency import StepTime
-from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest, SteadyScheduler
+from shoal_cluster.sim.steady import FIRST_OUTPUT_TOKEN_ID, CompactRequest, SteadyScheduler, Stretch
 from shoal_cluster.sim.transfers import Transfers
 from shoal_cluster.sim.workload import SimRequest
 from shoal_replica.config import CacheConfig, SchedulerConfig
@@ -134,13 +133,19 @@ class SimReplica:
         self._began_s = loop.now  # when the running step or stretch of steps began
         self._pace = PrefillPace(scheduler_config.max_num_batched_tokens)
         self._is_stepping = False
-        self._stretch: _Stretch | None = None
+        self._stretch: Stretch | None = None
         self._on_cut: Callable[[list[str]], None] | None = None
 
     @property
     def is_idle(self) -> bool:
         """No step is running or about to start."""
         return not self._is_stepping
+
+    @property
+    def busy_so_far_s(self) -> float:
+        """``busy_s``, and what the running step or stretch of steps has taken so far."""
+        is_running = self._is_stepping and not self._has_crashed
+        return self.busy_s + (self._loop.now - self._began_s if is_running else 0.0)
 
     def place(self, order: Order, request: SimRequest, block_hashes: tuple[BlockHash, ...]) -> None:
         """A gateway sends ``request``; ``block_hashes`` are of its full blocks. Lost without notice after a crash.
@@ -233,8 +238,7 @@ class SimReplica:
         untold = tuple(self.scheduler.abort_all())  # tokens of finished steps
         self.publish(self, FeedMessage(deltas=untold))
         self.publish = lambda replica, message: None
-        if self._is_stepping:
-            self.busy_s += self._loop.now - self._began_s
+        self.busy_s = self.busy_so_far_s
         self._has_crashed = self._is_stepping = True
 
     def tell(self, deltas: tuple[TokenDelta, ...], landed: tuple[str, ...] = ()) -> None:
@@ -307,7 +311,7 @@ class SimReplica:
         num_steps = min(num_steps, bisect_left(ends_s, changes_s) + 1)  # steps that begin after a change are left out
         num_steps = max(1, min(num_steps, bisect_left(ends_s, self._crash_s)))  # and so are those that a crash cuts off
         del ends_s[num_steps:]
-        stretch = self._stretch = _Stretch(steps_s, ends_s)
+        stretch = self._stretch = Stretch(steps_s, ends_s)
         self._loop.at(ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
 
     def _end_step(self, output: SchedulerOutput, step_s: float) -> None:
@@ -329,7 +333,7 @@ class SimReplica:
             del stretch.ends_s[num_steps:]
             self._loop.at(stretch.ends_s[-1], lambda: self._end_stretch(stretch, num_steps), last=True)
 
-    def _end_stretch(self, stretch: _Stretch, num_steps: int) -> None:
+    def _end_stretch(self, stretch: Stretch, num_steps: int) -> None:
         if num_steps != len(stretch.ends_s) or self._has_crashed:
             return  # it was cut, so an earlier event ends it; or the replica has crashed
         self._stretch = None
@@ -339,11 +343,3 @@ class SimReplica:
         self.scheduler.finish_steps(num_steps, began_s)
         self.tell(())
         self._start_step()
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Consecutive decode steps taken as one event: how long each takes, and when it ends."""
-
-    steps_s: list[float]
-    ends_s: list[float]

@@ -32,6 +32,14 @@ class CompactRequest(Request):
         return token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive decode steps taken as one event: how long each takes, and when it ends."""
+
+    steps_s: list[float]
+    ends_s: list[float]
+
+
 class SteadyScheduler(Scheduler):
     """The scheduler for a model that is not computed: each sequence samples the same token again and again.
 

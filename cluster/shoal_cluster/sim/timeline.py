@@ -35,9 +35,10 @@ class Timeline:
             stats = replica.scheduler.stats(now)
             series = self.series.setdefault(replica_id, Series())
             series.time_s.append(now)
-            series.busy.append(min(1.0, (replica.busy_s - self._last_busy_s.get(replica_id, 0.0)) / self._interval_s))
+            busy_s, before_s = replica.busy_so_far_s, self._last_busy_s.get(replica_id, 0.0)
+            series.busy.append(min(1.0, max(0.0, busy_s - before_s) / self._interval_s))
             series.held.append(stats.utilization)
             series.num_waiting.append(stats.num_waiting)
-            self._last_busy_s[replica_id] = replica.busy_s
+            self._last_busy_s[replica_id] = busy_s
         if self._cluster.book.num_open:
             self._cluster.loop.after(self._interval_s, self._sample)

@@ -10,18 +10,17 @@ from typing import Any
 from shoal_replica.config_fields import fields_of, number, refusal, size
 from shoal_replica.errors import ConfigError
 from shoal_replica.moe_config import read_all_layers, read_last_layers, read_some_layers
-from shoal_replica.rope import FULL, LOCAL_THETA, WINDOW
+from shoal_replica.rope import FULL, LOCAL_THETA, NAME_OF_SHARE, WINDOW, in_one_spelling
 
-NAME_OF_SHARE = "partial_rotary_factor"
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The architecture that a ``config.json`` names, and the fields of its decoder for text, which may be one part of
-    it, with those that its family leaves out.
+    it, with those that its family leaves out, and rotary embeddings in one spelling.
 
     Raises:
-        ConfigError: the architecture is not served.
+        ConfigError: the architecture is not served, or the spellings of its rotary embeddings are at odds.
     """
     named = raw.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "?"
@@ -34,7 +33,7 @@ def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     own = _LEFT_OUT.get(architecture, {}) | given  # no window is not the same as none given
     if architecture == "Olmo3ForCausalLM":  # whose rope_scaling is not that of layers with a window
         own.setdefault(LOCAL_THETA, own["rope_theta"])
-    return architecture, own
+    return architecture, in_one_spelling(own)
 
 
 def family_fields(architecture: str, raw: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -114,9 +113,9 @@ def _last_windows(raw: dict[str, Any]) -> dict[str, Any]:
 
 def rotated_share(architecture: str, raw: dict[str, Any]) -> float:
     """How much of each head is rotated."""
-    if architecture not in _ROTATED_SHARES:
+    if architecture not in _ROTATED_IN_PART:
         return 1.0
-    share = number(raw, NAME_OF_SHARE, _ROTATED_SHARES[architecture])
+    share = number(raw, NAME_OF_SHARE, 1.0)
     if "rotary_dim" in raw:  # MiniMax's name
         share = size(raw, "rotary_dim") / size(raw, "head_dim")
     return number(fields_of(raw, "rope_parameters"), NAME_OF_SHARE, share)
@@ -266,7 +265,7 @@ def _gemma3_with_images(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 # Of families whose heads may be rotated in part.
-_ROTATED_SHARES = {"Glm4MoeForCausalLM": 0.5, "MiniMaxM2ForCausalLM": 1.0, "Phi3ForCausalLM": 1.0}
+_ROTATED_IN_PART = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Phi3ForCausalLM")
 
 _FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "Dots1ForCausalLM": _dots1,
@@ -305,6 +304,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "Exaone4ForCausalLM": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
     "Glm4MoeForCausalLM": {
         "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
         "norm_topk_prob": True,
         "first_k_dense_replace": 1,
         "n_shared_experts": 1,

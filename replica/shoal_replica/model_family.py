@@ -29,8 +29,9 @@ def text_config(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     given = raw | fields_of(raw, "text_config")
     if raw.get("eos_token_id") is not None:  # that of the part may be its family's default alone
         given["eos_token_id"] = raw["eos_token_id"]
-    given = {key: value for key, value in given.items() if value is not None or key == "sliding_window"}
-    own = _LEFT_OUT.get(architecture, {}) | given  # no window is not the same as none given
+    # No window, or no token that ends sequences, is not the same as none given.
+    given = {key: value for key, value in given.items() if value is not None or key in _MAY_BE_NULL}
+    own = _LEFT_OUT.get(architecture, {}) | given
     if architecture == "Olmo3ForCausalLM":  # whose rope_scaling is not that of layers with a window
         own.setdefault(LOCAL_THETA, own["rope_theta"])
     return architecture, in_one_spelling(own)
@@ -297,11 +298,12 @@ _GEMMA3 = {
     "sliding_window_pattern": 6, "tie_word_embeddings": True, "max_position_embeddings": 131072,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "eos_token_id": 1,
 }  # fmt: skip
+_MAY_BE_NULL = ("sliding_window", "eos_token_id")
 _LEFT_OUT: dict[str, dict[str, Any]] = {
+    "Dots1ForCausalLM": {"sliding_window": 4096},
+    "Exaone4ForCausalLM": {"sliding_window": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 2},
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
-    "Dots1ForCausalLM": {"sliding_window": 4096},
-    "Exaone4ForCausalLM": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
     "Glm4MoeForCausalLM": {
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
@@ -309,8 +311,19 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_shared_experts": 1,
     },
-    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
-    "SmolLM3ForCausalLM": {"tie_word_embeddings": True},
-    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
-    "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    "GraniteForCausalLM": {"eos_token_id": 2},
+    "GraniteMoeForCausalLM": {"eos_token_id": 2},
+    "GraniteMoeSharedForCausalLM": {"eos_token_id": 2},
+    "LlamaForCausalLM": {"eos_token_id": 2},
+    "MiniMaxM2ForCausalLM": {"rope_theta": 5e6, "eos_token_id": 200020},
+    "MistralForCausalLM": {"sliding_window": 4096, "eos_token_id": 2},
+    "MixtralForCausalLM": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "eos_token_id": 2},
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "eos_token_id": 50279},
+    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "eos_token_id": 32000},
+    "Qwen2ForCausalLM": {"sliding_window": 4096},
+    "Qwen3ForCausalLM": {"sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {"sliding_window": 4096},
+    "SmolLM3ForCausalLM": {"tie_word_embeddings": True, "rope_theta": 2e6, "eos_token_id": 128001},
 }

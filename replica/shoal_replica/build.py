@@ -214,7 +214,10 @@ def _build_runner(config: EngineConfig) -> Executor:
         from shoal_replica.model.npu_memory import check_memory as check_npu_memory
 
         check_npu_memory(config, rank=0)
-    runner = ModelRunner(config.model, config.cache, config.parallel, adapters=config.adapters)
+    max_num_seqs = config.scheduler.max_num_seqs
+    runner = ModelRunner(
+        config.model, config.cache, config.parallel, adapters=config.adapters, max_num_seqs=max_num_seqs
+    )
     runner.warm_up()
     # Everything loaded so far lives as long as the engine, and one traversal of it by the garbage collector takes
     # 90 ms in the middle of a stream. No collection first: there is no garbage yet.

@@ -11,6 +11,7 @@ from shoal_replica.errors import ConfigError
 from shoal_replica.model_config import DTYPE_BYTES, ModelConfig
 
 DEVICES = ("cpu", "npu")
+DEFAULT_NUM_SEQS = 64
 DEFAULT_BLOCK_SIZES = {"cpu": 16, "npu": 128}
 DEFAULT_SPECULATIVE_TOKENS = {"cpu": 8, "npu": 0}  # what it gains on an NPU has not been measured
 MAX_THREADS = 1024  # of a rank: beyond any machine's cores, a slip takes all the threads that its host can have
@@ -47,7 +48,7 @@ class SchedulerConfig:
     for the device's default, which ``resolve_config`` finds.
     """
 
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_NUM_SEQS
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024
     policy: str = "fcfs"

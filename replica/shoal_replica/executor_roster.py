@@ -21,6 +21,9 @@ class ExecutorRoster:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.seq_id in self._held
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def introduce(self, plan: StepPlan, sequence: Sequence) -> None:
         """Send a sequence in full with the step."""
         self._held.add(sequence.seq_id)

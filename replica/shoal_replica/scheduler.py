@@ -204,7 +204,7 @@ class Scheduler:
         assert live == self._live.by_id.keys()
         self._live.check_invariants()
         self._beams.check_invariants()
-        assert self._num_slots <= self.config.max_num_seqs
+        assert len(self._roster) <= self._num_slots <= self.config.max_num_seqs  # so many rows has a SequenceTable
         assert all(s.num_tokens <= self._finish_rule.max_model_len for s in self._running)
 
     # Internal steps of the above

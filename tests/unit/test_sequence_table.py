@@ -98,3 +98,18 @@ def test_decodes_that_go_on_have_the_inputs_that_they_have_anew(num_seqs: int) -
             np.testing.assert_array_equal(getattr(step, name), getattr(expected, name))
         steps.append(step)
     assert sum(step is before for before, step in pairwise(steps)) > 20
+
+
+def test_the_last_sequence_costs_what_the_first_did() -> None:
+    """No row is moved when another is taken, and one too many is a bug."""
+    table, params = SequenceTable(max_model_len=48, block_size=16, max_num_seqs=40), SamplingParams()
+    table.add(NewSequence(0, (1, 2, 3), 3, 0, (0,), params, 0))
+    first = table.token_ids(0)
+    for seq_id in range(1, 40):
+        table.add(NewSequence(seq_id, (seq_id,) * 3, 3, 0, (seq_id,), params, 0))
+    assert np.shares_memory(first, table.token_ids(0))
+    with pytest.raises(RuntimeError, match="sequence 40: 40 are held already, which is max_num_seqs"):
+        table.add(NewSequence(40, (1,), 1, 0, (0,), params, 0))
+    table.drop(7)
+    table.add(NewSequence(40, (4, 5), 2, 0, (0,), params, 0))
+    assert table.token_ids(40).tolist() == [4, 5]

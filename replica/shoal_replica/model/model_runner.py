@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal_replica.adapter import AdapterConfig
-from shoal_replica.config import CacheConfig, ParallelConfig
+from shoal_replica.config import DEFAULT_NUM_SEQS, CacheConfig, ParallelConfig
 from shoal_replica.errors import ConfigError
 from shoal_replica.executor import (
     BlockPart,
@@ -42,6 +42,7 @@ class ModelRunner:
 
     Args:
         shard, group: this rank's part and how it reaches the others; None means the whole model on one rank.
+        max_num_seqs: the most sequences of a step.
 
     Raises:
         NotFound, ConfigError: from ``make_decoder``.
@@ -55,6 +56,7 @@ class ModelRunner:
         shard: Shard | None = None,
         group: ParallelGroup | None = None,
         adapters: Iterable[AdapterConfig] = (),
+        max_num_seqs: int = DEFAULT_NUM_SEQS,
     ) -> None:
         torch.set_num_threads(parallel_config.num_threads)
         self._config = model_config
@@ -63,7 +65,7 @@ class ModelRunner:
         for adapter in adapters:
             finish(self.load_adapter(adapter))
         self._samples = shard is None or shard.samples
-        self._sequences = SequenceTable(model_config.max_model_len, self._block_size)
+        self._sequences = SequenceTable(model_config.max_model_len, self._block_size, max_num_seqs)
         self._grammars = Grammars(model_config)
         self._grammars_thread = threading.Thread(target=self._grammars.load, name="shoal-grammars")  # joined at exit
         self._sampler = Sampler(self._decoder.row_operators, self._grammars, model_config.eos_token_ids)
@@ -164,7 +166,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a small prefill and a decode in block 0 before any request, so that the first finds everything loaded."""
         num_tokens = min(self._block_size, self._config.max_model_len)
-        sequences = SequenceTable(num_tokens, self._block_size)
+        sequences = SequenceTable(num_tokens, self._block_size, max_num_seqs=1)
         sequences.add(NewSequence(0, (0,) * (num_tokens + 1), num_tokens, 0, (0,), SamplingParams(), 0))
         for computed, new in ((0, num_tokens), (num_tokens - 1, 1)):
             self._compute(sequences, (ScheduledSequence(0, computed, new, True),))

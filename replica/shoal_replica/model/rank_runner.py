@@ -50,7 +50,9 @@ class DistributedRunner:
             self._store,
             MEETING_TIMEOUT.total_seconds(),
         )
-        self._runner = ModelRunner(config.model, config.cache, parallel, shard, self._group, config.adapters)
+        self._runner = ModelRunner(
+            config.model, config.cache, parallel, shard, self._group, config.adapters, config.scheduler.max_num_seqs
+        )
         self._runner.warm_up()
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal_replica.config import DEFAULT_NUM_SEQS
 from shoal_replica.executor import NewSequence, ScheduledSequence
 from shoal_replica.sampling_params import SamplingParams
 
-INITIAL_ROWS = 16
+Integer = TypeVar("Integer", np.int64, np.int32)
 
 
 @dataclass(slots=True)
@@ -47,14 +50,19 @@ class StepArrays:
 
 
 class SequenceTable:
-    """One row per sequence: its token ids and its block ids. Rows are reused; the table doubles when full."""
+    """One row per sequence: its token ids and its block ids. Rows are reused.
 
-    def __init__(self, max_model_len: int, block_size: int) -> None:
+    Args:
+        max_num_seqs: the most sequences that are held at once; beams, and each answer to a prompt, count as one.
+    """
+
+    def __init__(self, max_model_len: int, block_size: int, max_num_seqs: int = DEFAULT_NUM_SEQS) -> None:
         self._block_size = block_size
-        # One more than the model's length: the last token may be sampled, though it is never computed.
-        self._token_ids = np.zeros((INITIAL_ROWS, max_model_len + 1), np.int64)
-        self._block_ids = np.zeros((INITIAL_ROWS, -(-(max_model_len + 1) // block_size)), np.int32)
-        self._free_rows = list(reversed(range(INITIAL_ROWS)))
+        # All rows at once, since a table that grows would hold a step up. One token more than the model's length: the
+        # last may be sampled, though it is never computed.
+        self._token_ids = _untouched(max_num_seqs, max_model_len + 1, np.int64)
+        self._block_ids = _untouched(max_num_seqs, -(-(max_model_len + 1) // block_size), np.int32)
+        self._free_rows = list(reversed(range(max_num_seqs)))
         self._held: dict[int, RunnerSequence] = {}
         self._num_adapted = 0
         self._tokens = self._token_ids.data  # the same as a memoryview: faster for single tokens
@@ -67,7 +75,7 @@ class SequenceTable:
         if new.seq_id in self._held:
             raise RuntimeError(f"sequence {new.seq_id} is already held")
         if not self._free_rows:
-            self._grow()
+            raise RuntimeError(f"sequence {new.seq_id}: {len(self._held)} are held already, which is max_num_seqs")
         row = self._free_rows.pop()
         num_tokens = len(new.token_ids)
         self._token_ids[row, :num_tokens] = new.token_ids
@@ -168,12 +176,13 @@ class SequenceTable:
         )
         return step, rows
 
-    def _grow(self) -> None:
-        num_rows = len(self._token_ids)
-        self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
-        self._tokens = self._token_ids.data
-        self._block_ids = np.concatenate((self._block_ids, np.zeros_like(self._block_ids)))
-        self._free_rows.extend(reversed(range(num_rows, 2 * num_rows)))
+
+def _untouched(rows: int, columns: int, kind: type[Integer]) -> NDArray[Integer]:
+    """Zeros [rows, columns] that take memory where they are touched, in small pages: numpy asks for huge ones, and to
+    find and clear one of these holds a step up for up to 40 ms.
+    """
+    held = mmap.mmap(-1, rows * columns * np.dtype(kind).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(held, kind).reshape(rows, columns)
 
 
 class _Decodes:

@@ -33,7 +33,8 @@ EXCHANGE_BYTES = MIB
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of one rank on an NPU, or of all ranks on a CPU host. ``usable`` is what may be taken, 0 if unknown;
-    ``adapters`` is an upper bound. ``loading`` is what loading takes beside the weights, when only these are in use.
+    ``adapters`` is an upper bound. ``tables`` are those of rotary angles, and on a CPU that of the sequences' tokens.
+    ``loading`` is what loading takes beside weights and tables, when only these are in use.
 
     ``block`` is the size of one KV block. ``num_other_blocks`` are allocated beside the pool: on an NPU, staging blocks
     for transfers to host memory; on a CPU, the ``num_host_blocks`` themselves. ``kernels`` names the CPU kernels used.
@@ -48,6 +49,7 @@ class MemoryPlan:
     graphs: int
     block: int
     adapters: int = 0
+    tables: int = 0
     loading: int = 0
     num_blocks: int
     num_host_blocks: int = 0
@@ -57,15 +59,18 @@ class MemoryPlan:
     @property
     def room_for_blocks(self) -> int:
         """How many KV blocks fit beside everything else; below 0 if everything else alone does not fit."""
-        rest = self.weights + self.adapters + self.activations + self.communication + self.graphs
+        rest = self.weights + self.adapters + self.tables + self.activations + self.communication + self.graphs
         room = (self.usable - rest) // self.block - self.num_other_blocks
-        return room if self.weights + self.loading <= self.usable else min(room, -self.num_other_blocks - 1)
+        if self.weights + self.tables + self.loading > self.usable:
+            return min(room, -self.num_other_blocks - 1)
+        return room
 
     def report(self) -> str:
         """One line for the log."""
         parts = [
             ("weights", self.weights),
             *([("adapters", self.adapters)] if self.adapters else []),
+            ("tables", self.tables),
             ("activations", self.activations),
             ("communication", self.communication),
             ("graphs", self.graphs),
@@ -103,7 +108,7 @@ class MemoryPlan:
                 raise ConfigError(f"{field}: {self.report()}; {change} fits, with num_blocks up to {room}")
         what = "not one block fits" if self.weights <= self.usable else "the weights alone do not fit"
         if replace(self, loading=0).room_for_blocks > 0:
-            what = f"loading does not fit, which takes {self.loading / GIB:.2f} beside the weights"
+            what = f"loading does not fit, which takes {self.loading / GIB:.2f} beside weights and tables"
         raise ConfigError(f"model: {self.report()}; {what}")
 
 
@@ -125,6 +130,7 @@ def plan_memory(
         usable=int(free_bytes * DEVICE_SHARE),
         weights=shard_weight_bytes(model, shard),
         adapters=adapter_bytes,
+        tables=rotary_bytes(model, DTYPE_BYTES[model.dtype]),
         activations=WORKSPACE_BYTES + activation_bytes(model, shard, scheduler),
         communication=COMMUNICATOR_BYTES * (parallel.tensor_parallel_size > 1)
         + COMMUNICATOR_BYTES * (shard.num_stages > 1),
@@ -164,6 +170,10 @@ def plan_host(
     loading = sum(_largest_parameter_bytes(plain, shard) for shard in shards)
     if kernels.is_native and rounded < 1:
         loading += int(loading * rounded)
+    # A table of angles is made from its cosines and sines, and copied by native kernels.
+    loading = max(loading, len(shards) * 2 * rotary_bytes(replace(model, window_rope_theta=None), 4))
+    tables = rotary_bytes(model, 4 if kernels.is_native else DTYPE_BYTES[model.dtype])
+    tables += sequence_table_bytes(model, scheduler, cache)
     # What is summed, or handed to the next stage: one buffer to send and one to receive.
     handed = 2 * scheduler.max_num_batched_tokens * model.hidden_size * 4
     summed = 2 * EXCHANGE_BYTES if kernels.is_native else handed
@@ -175,6 +185,7 @@ def plan_host(
         usable=free_bytes,
         weights=weights,
         adapters=adapter_bytes * len(shards),
+        tables=tables * len(shards),
         activations=screen + sum(activation_bytes(model, shard, scheduler) for shard in shards),
         loading=loading,
         communication=communication * len(shards),
@@ -192,6 +203,17 @@ def _weights_of_npu(model: ModelConfig) -> str:
     if model.quantization == "none":
         return model.dtype
     return f"{model.dtype} with int8 projections (embedding, head{', experts' if model.moe else ''} not)"
+
+
+def rotary_bytes(model: ModelConfig, size: int) -> int:
+    """Of the tables of rotary angles, in numbers of ``size`` bytes: one more if layers with a window have their own."""
+    return (1 + (model.window_rope_theta is not None)) * model.max_model_len * model.head_size * size
+
+
+def sequence_table_bytes(model: ModelConfig, scheduler: SchedulerConfig, cache: CacheConfig) -> int:
+    """Of a ``SequenceTable`` whose rows have all held sequences of full length."""
+    num_tokens = model.max_model_len + 1
+    return scheduler.max_num_seqs * (8 * num_tokens + 4 * -(-num_tokens // cache.block_size))
 
 
 def num_staging_blocks(cache: CacheConfig) -> int:

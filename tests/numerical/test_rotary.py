@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.model_configs import make_model
 from tiny_models import LAYER_TYPES, LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, SHAPE, YARN_ROPE
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -15,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from shoal_replica.errors import ConfigError
+from shoal_replica.memory_plan import rotary_bytes
 from shoal_replica.model.rotary import rotary_cache, rotary_caches
 from shoal_replica.model_config import ModelConfig
 
@@ -120,3 +122,11 @@ def test_a_base_that_a_scaling_added_by_hand_would_drop_is_refused(tmp_path: Pat
         ConfigError, match=r"rope_parameters in config\.json has rope_theta 1000000\.0, and rope_scaling"
     ):
         ModelConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize("theta", [None, 5.0])
+def test_tables_are_as_large_as_planned(theta: float | None) -> None:
+    model = make_model(head_size=16, max_model_len=100, sliding_window=8, window_rope_theta=theta)
+    for dtype in (torch.float32, torch.bfloat16):
+        tables = {table.data_ptr(): table for table in rotary_caches(model, dtype, torch.device("cpu"))}
+        assert rotary_bytes(model, dtype.itemsize) == sum(table.nbytes for table in tables.values())

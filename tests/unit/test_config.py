@@ -513,14 +513,15 @@ class TestMemory:
     def test_what_fits_passes_to_the_byte(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
         taken = self.plan(model, 10, 0)
-        exact = model.weight_bytes + taken.activations + 10 * model.block_bytes(16)
+        exact = model.weight_bytes + taken.tables + taken.activations + 10 * model.block_bytes(16)
         self.plan(model, 10, exact).check()
         with pytest.raises(ConfigError, match=r"num_blocks: got 10; .*; num_blocks=9 fits"):
             self.plan(model, 10, exact - 1).check()
 
     def test_the_advice_is_right(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
-        free = model.weight_bytes + self.plan(model, 1, 0).activations + 7 * model.block_bytes(16) + 5
+        taken = self.plan(model, 7, 0)
+        free = model.weight_bytes + taken.tables + taken.activations + 7 * model.block_bytes(16) + 5
         with pytest.raises(ConfigError, match="num_blocks=7 fits"):
             self.plan(model, 1000, free).check()
         self.plan(model, 7, free).check()
@@ -546,7 +547,8 @@ class TestMemory:
     def test_a_pool_for_ordinary_traffic(self, tmp_path: Path) -> None:
         model = ModelConfig.from_folder(write(tmp_path))
         assert default_num_blocks(model, self.plan(model, 1, 2**40), 16, 8) == 8 * 512 // 16
-        tight = model.weight_bytes + self.plan(model, 1, 0).activations + 10 * model.block_bytes(16)
+        taken = self.plan(model, 1, 0)
+        tight = model.weight_bytes + taken.tables + taken.activations + 10 * model.block_bytes(16)
         assert default_num_blocks(model, self.plan(model, 1, tight), 16, 8) == 8
         assert default_num_blocks(model, self.plan(model, 1, 0), 16, 8) == 1
 

@@ -11,7 +11,16 @@ from shoal_kernels import native_library
 from shoal_replica.config import CacheConfig, ParallelConfig, SchedulerConfig, default_graph_sizes
 from shoal_replica.errors import ConfigError
 from shoal_replica.memory_advice import host_changes, npu_changes
-from shoal_replica.memory_plan import GIB, MemoryPlan, plan_host, plan_memory, shard_weight_bytes
+from shoal_replica.memory_plan import (
+    GIB,
+    MIB,
+    MemoryPlan,
+    plan_host,
+    plan_memory,
+    sequence_table_bytes,
+    shard_weight_bytes,
+)
+from shoal_replica.model.sequence_table import SequenceTable
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.moe_config import MoeConfig
 from shoal_replica.shard import make_shard, whole_shard
@@ -152,9 +161,38 @@ def test_experts_need_memory_to_be_loaded() -> None:
     rounded = plan_host(replace(model, quantization="int8"), *settings, cache, 40 * GIB)
     if rounded.weights < plain.weights:  # else torch's operators widen it again
         assert 1.5 * plain.loading < rounded.loading < 1.6 * plain.loading
-    plan_host(model, *settings, cache, plain.weights + plain.loading).check()
-    with pytest.raises(ConfigError, match=r"loading does not fit, which takes 1\.00 beside the weights"):
-        plan_host(model, *settings, cache, plain.weights + plain.loading - 1).check()
+    plan_host(model, *settings, cache, plain.weights + plain.tables + plain.loading).check()
+    with pytest.raises(ConfigError, match=r"loading does not fit, which takes 1\.00 beside weights and tables"):
+        plan_host(model, *settings, cache, plain.weights + plain.tables + plain.loading - 1).check()
+
+
+def test_a_table_of_tokens_is_as_large_as_planned() -> None:
+    model, cache, scheduler = EIGHT_B, CacheConfig(num_blocks=9, block_size=16), SchedulerConfig(max_num_seqs=3)
+    table = SequenceTable(model.max_model_len, cache.block_size, scheduler.max_num_seqs)
+    assert sequence_table_bytes(model, scheduler, cache) == table._token_ids.nbytes + table._block_ids.nbytes
+
+
+def test_a_long_context_takes_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of angles, on each rank; of tokens, in host memory only, with as many rows as there may be sequences."""
+    long = replace(EIGHT_B, max_model_len=262_144)
+    angles, tokens = 262_144 * 128 * 4, 64 * (262_145 * 8 + 16_385 * 4)
+    cache = CacheConfig(num_blocks=9, block_size=16)
+
+    def planned(most: int = 64, num_ranks: int = 1) -> MemoryPlan:
+        parallel = ParallelConfig(tensor_parallel_size=num_ranks)
+        return plan_host(long, SchedulerConfig(max_num_seqs=most), parallel, cache, 40 * GIB)
+
+    taken = planned()
+    assert taken.tables == angles + tokens == 128 * MIB + tokens
+    assert planned(most=32).tables == angles + tokens // 2
+    assert planned(num_ranks=2).tables == 2 * taken.tables
+    assert taken.loading == 2 * angles  # more than the largest matrix takes
+    assert "tables 0.25, activations" in taken.report()
+    rest = taken.weights + taken.tables + taken.activations
+    assert taken.room_for_blocks == (40 * GIB - rest) // taken.block
+    assert plan(9, 60, model=long).tables == angles // 2
+    monkeypatch.setattr(native_library, "supported_kernels", tuple)
+    assert planned().tables == angles // 2 + tokens
 
 
 def check_npu(refused: MemoryPlan, free: float) -> None:
@@ -203,12 +241,12 @@ def test_ranks_of_a_host_are_part_of_the_replica() -> None:
     assert whole.room_for_blocks < 0
     for part in parts:
         part.check()
-    for quantity in ("weights", "activations", "communication", "block"):
+    for quantity in ("weights", "tables", "activations", "communication", "block"):
         assert getattr(whole, quantity) == sum(getattr(part, quantity) for part in parts), quantity
 
 
 def test_the_report_names_every_part() -> None:
-    assert plan(100, 60).report().startswith("npu, bfloat16: weights 14.96, activations 0.")
+    assert plan(100, 60).report().startswith("npu, bfloat16: weights 14.96, tables 0.00, activations 0.")
     for part in ("communication", "graphs", "100 KV blocks 1.56 of 57.00 GiB"):
         assert part in plan(100, 60).report()
 

@@ -31,8 +31,8 @@ def rotary_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float32), frequencies)
     scale = _attention_factor(config.rope_scaling)
     rest = torch.zeros(config.max_model_len, config.head_size // 2 - len(frequencies))
-    table = torch.cat((angles.cos() * scale, rest + 1.0, angles.sin() * scale, rest), dim=-1)
-    return table.to(device=device, dtype=dtype)
+    cosines, sines = angles.cos().mul_(scale), angles.sin_().mul_(scale)  # in place: long contexts have large tables
+    return torch.cat((cosines, rest + 1.0, sines, rest), dim=-1).to(device=device, dtype=dtype)
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:

@@ -37,9 +37,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 EXPERTS: dict[str, tuple[str, ...]] = {
     "npu_moe_gating_top_k_softmax": ("k",),
-    "npu_moe_init_routing_v2": ("expert_num", "expert_tokens_num_type", "active_expert_range", "quant_mode"),
+    "npu_moe_init_routing_v2": (
+        "active_num", "expert_num", "expert_tokens_num_type", "expert_tokens_num_flag", "active_expert_range",
+        "quant_mode",
+    ),
     "npu_grouped_matmul": ("split_item", "group_type", "group_list", "group_list_type"),
-}
+    "npu_moe_token_unpermute": ("probs",),
+}  # fmt: skip
 
 INT8: dict[str, tuple[str, ...]] = {
     "npu_dynamic_quant": (),

@@ -15,7 +15,7 @@ from pathlib import Path
 OPERATORS = (
     "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu",
     "npu_mrope", "npu_rotary_mul", "npu_top_k_top_p", "npu_moe_gating_top_k_softmax", "npu_moe_init_routing_v2",
-    "npu_grouped_matmul", "npu_dynamic_quant", "npu_quant_matmul",
+    "npu_grouped_matmul", "npu_moe_token_unpermute", "npu_dynamic_quant", "npu_quant_matmul",
 )  # fmt: skip
 
 

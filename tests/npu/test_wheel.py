@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,23 @@ def test_operators_are_there_in_every_version(version: str) -> None:
     for name, wanted in {**npu_limits.REQUIRED, **npu_limits.EXPERTS, **npu_limits.INT8}.items():
         assert name in operators, name
         assert set(wanted) <= set(operators[name]), name
+
+
+def test_all_that_is_called_is_checked_at_the_start() -> None:
+    """By name, as the calls in the source have it; what is called only where it is there needs no check."""
+    from shoal_kernels import npu_limits
+
+    called: defaultdict[str, set[str]] = defaultdict(set)
+    for path in Path(npu_limits.__file__).parent.glob("npu*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch_npu.npu_"):
+                name = ast.unparse(node.func).removeprefix("torch_npu.")
+                called[name] |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    checked = {**npu_limits.REQUIRED, **npu_limits.EXPERTS, **npu_limits.INT8}
+    assert called.pop("npu_mrope")
+    assert called.keys() == checked.keys()
+    for name, passed in called.items():
+        assert passed <= set(checked[name]), name
 
 
 def test_the_installed_schemas_are_those_recorded(why_not: str | None) -> None:

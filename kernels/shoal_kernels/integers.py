@@ -35,6 +35,16 @@ class IntegerWeight:
     minimums: Tensor | None = None
     activation_bits: int = 16
 
+    def check(self) -> None:
+        """Raises ValueError: the dtype or shape of a part is not as above."""
+        groups = (*self.values.shape[:-1], self.values.shape[-1] // GROUP_SIZE)
+        parts = {"scales": self.scales, **({} if self.minimums is None else {"minimums": self.minimums})}
+        for name, part in parts.items():
+            if part.dtype != torch.bfloat16 or part.shape != groups:
+                raise ValueError(f"{name}: got {part.dtype} {tuple(part.shape)}; must be torch.bfloat16 {groups}")
+        if self.values.dtype != (kind := torch.int8 if self.bits == 8 else torch.uint8):
+            raise ValueError(f"values: got {self.values.dtype}; must be {kind} for {self.bits} bits")
+
     def widen(self, dtype: torch.dtype) -> Tensor:
         """The matrix that it represents, [outputs, inputs]."""
         groups = self.values.float().view(*self.scales.shape, GROUP_SIZE) * self.scales.float().unsqueeze(-1)

@@ -143,6 +143,8 @@ class NativeDecoder:
             raise ValueError(f"{wrong[0]}: has {counts[wrong[0]]} elements; must have {len(input_ids)}, as input_ids")
         if not len(seq_lens) == len(query_start_loc) - 1 == len(block_tables):
             raise ValueError(f"query_start_loc, block_tables: must be of {len(seq_lens)} sequences, as seq_lens")
+        if adapters is not None and len(adapters) != len(seq_lens):
+            raise ValueError(f"adapters: has {len(adapters)} elements; must have {len(seq_lens)}, as seq_lens")
         step = self._step
         step.num_tokens, step.num_seqs, step.num_samples = len(input_ids), len(seq_lens), len(sample_rows)
         longs = [np.ascontiguousarray(x, np.int64) for x in (input_ids, positions, slot_mapping, sample_rows)]
@@ -317,6 +319,7 @@ class NativeDecoder:
         self._check(library().shoal_decoder_set_factors(self._handle, slot, number, layer, rank, *addresses))
 
     def _set_integers(self, number: int, layer: int, weight: IntegerWeight) -> None:
+        weight.check()
         parts = [part.contiguous() for part in (weight.values, weight.scales, weight.minimums) if part is not None]
         pointers = [part.data_ptr() for part in parts] + [None] * (3 - len(parts))
         self._check(

@@ -61,8 +61,11 @@ class QuantizedPieces:
         """A piece, as integers or in float32.
 
         Raises:
-            ConfigError: a tensor is missing, of another shape than config.json says, or cut within a group.
+            ConfigError: it is no matrix, or a tensor is missing, of another shape than config.json says, or cut within
+                a group.
         """
+        if len(piece.shape) != 2:
+            raise ConfigError(f"model: tensor {piece.name!r} of shape {piece.shape} is quantized; only matrices may be")
         assert piece.columns is not None
         bits = LAYER_BITS[self.served_as]
         if bits is not None and (piece.columns.start % GROUP_SIZE or len(piece.columns) % GROUP_SIZE):

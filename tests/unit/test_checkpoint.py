@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from shoal_replica import checkpoint
 from shoal_replica.checkpoint import DEMO_MODEL, DEMO_REQUIREMENT, ensure_checkpoint, read_ahead
@@ -43,12 +45,24 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_weights_are_read_ahead_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         (tmp_path / f"model-{number}.safetensors").write_bytes(bytes(100))
-    (tmp_path / "model-0-of-old.safetensors").symlink_to(tmp_path / "gone")  # left for the loader to complain about
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(100))  # the same weights, which nobody loads
     (tmp_path / "tokenizer.json").write_bytes(bytes(100))
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: asked.append((start, size)))
+    asked: list[tuple[str, int, int]] = []
+
+    def note(fd: int, start: int, size: int, advice: int) -> None:
+        asked.append((Path(f"/proc/self/fd/{fd}").readlink().name, start, size))
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    read_ahead(tmp_path)
+    assert not asked  # what is missing, here the index, is left for the loader to complain about
+    names = [*(f"model-{number}.safetensors" for number in range(3)), "model-0-gone.safetensors"]
+    index = {"weight_map": {f"layer.{i}.weight": name for i, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     read_ahead(tmp_path, limit_bytes=150)
-    assert asked == [(0, 150), (0, 50)]
+    assert asked == [("model-0.safetensors", 0, 150), ("model-1.safetensors", 0, 50)]
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    read_ahead(tmp_path)
+    assert len(asked) == 2
 
 
 def test_a_folder_comes_before_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +83,21 @@ def test_neither_folder_nor_id(model: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        assert "*.safetensors" in allow_patterns
+    """Without the weights that Mistral's and Meta's repositories have a second time."""
+    there = [
+        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "tokenizer.json",
+        "model.safetensors.index.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
+        "original/consolidated.00.pth", "original/params.json", "original/model.safetensors", "pytorch_model.bin",
+    ]  # fmt: skip
+    fetched: list[str] = []
+
+    def download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        fetched.extend(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return str(tmp_path / repo_id)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert ensure_checkpoint("org/name") == tmp_path / "org" / "name"
+    assert fetched == there[:5]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +110,7 @@ def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_hub_failures(failure: Exception, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo_id: str, *, allow_patterns: list[str]) -> str:
+    def download(repo_id: str, **_: object) -> str:
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

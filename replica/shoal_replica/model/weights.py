@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal_kernels.integers import IntegerWeight, joined
+from shoal_replica.checkpoint import INDEX_FILE, weight_files
 from shoal_replica.errors import ConfigError, NotFound
 from shoal_replica.model.parameters import EMBEDDING, HEAD, Piece, parameters
 from shoal_replica.model.quantized_pieces import KV_SCALES, QuantizedPieces, is_quantized, matrix_of
@@ -21,8 +21,6 @@ from shoal_replica.shard import Shard, whole_shard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 WORD_BYTES = 4
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def load_weights(config: ModelConfig, device: torch.device, shard: Shard | None = None) -> dict[str, Tensor]:
@@ -145,7 +143,7 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
     """The open file of every tensor of the model; only headers have been read. ``files`` closes them."""
     missing = {piece.name for parameter in parameters(config, whole_shard(config)) for piece in parameter.pieces}
     stored: dict[str, Any] = {}
-    for path in _weight_files(Path(config.folder)):
+    for path in weight_files(Path(config.folder)):
         if not path.is_file():
             raise NotFound(f"model: {path} is named in {INDEX_FILE} but is not there")
         try:
@@ -164,16 +162,3 @@ def _stored_tensors(config: ModelConfig, files: ExitStack) -> dict[str, Any]:
     if missing := {name for name in missing - stored.keys() if not is_quantized(name, stored)}:
         raise ConfigError(f"model: tensor {min(missing)!r} is missing in {config.folder} ({len(missing)} missing)")
     return stored
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(f"model: {index} is not a safetensors index") from None
-        return [folder / name for name in sorted(names)]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    raise NotFound(f"model: {str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}")

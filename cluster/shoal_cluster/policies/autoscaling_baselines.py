@@ -17,6 +17,9 @@ from shoal_cluster.policies.autoscaling_view import ScaleView
 Scaling = Literal["shoal", "serve", "hpa", "kpa", "threshold"]
 SCALINGS: tuple[Scaling, ...] = ("shoal", "serve", "hpa", "kpa", "threshold")
 
+NEVER_FROM_ZERO: tuple[Scaling, ...] = ("hpa", "threshold")
+"""Policies that go by what replicas report alone: where there is none, they never ask for one."""
+
 SERVE_LOOK_BACK_S, SERVE_UP_S, SERVE_DOWN_S = 30.0, 30.0, 600.0
 HPA_PERIOD_S, HPA_TOLERANCE, HPA_DOWN_S = 15.0, 0.1, 300.0
 KPA_STABLE_S, KPA_PANIC_S, KPA_PANIC_RATIO, KPA_MAX_DOWN = 60.0, 6.0, 2.0, 2.0

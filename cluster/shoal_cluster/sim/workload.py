@@ -28,6 +28,9 @@ class SimRequest:
     ``prompt_runs`` is the prompt as (token id, count) runs: prompts that begin with the same runs share a prefix. The
     prompts of a trace are thus never all in memory token by token. ``max_tokens`` is the client's limit, where that is
     known. Requests of different ``round`` share no prefix, whatever their prompts.
+
+    Raises:
+        ConfigError: the prompt or the output has no token.
     """
 
     request_id: str
@@ -37,6 +40,11 @@ class SimRequest:
     tenant: str = ""
     max_tokens: int | None = None
     round: int = 0
+
+    def __post_init__(self) -> None:
+        for name, count in (("prompt_runs", self.num_prompt_tokens), ("num_output_tokens", self.num_output_tokens)):
+            if count < 1:
+                raise ConfigError(f"{name}: got {count} tokens in request {self.request_id!r}; must be at least 1")
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fixtures.rounded_products import load_bfloat16_oracle
+from tiny_models import oracle_greedy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal_replica import LLM, SamplingParams
@@ -71,21 +72,7 @@ GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 
 
 def oracle_tokens(model: PreTrainedModel, prompt: list[int], draft: list[int]) -> list[int]:
-    """Greedy tokens of transformers. ``draft`` guesses them: a single pass verifies the part that is right, and only
-    from the first wrong token on does each take a step of its own.
-    """
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + draft[:-1]])).logits[0, len(prompt) - 1 :]
-    best: list[int] = logits.argmax(dim=-1).tolist()
-    num_right = next((i for i in range(len(draft)) if best[i] != draft[i]), len(draft))
-    ended = {model.generation_config.eos_token_id} & {*draft[:num_right]}
-    if num_right == MAX_TOKENS or ended:
-        assert not ended & {*draft[: num_right - 1]}
-        return draft[:num_right]
-    ids = torch.tensor([prompt + draft[:num_right]])
-    mask, num_left = torch.ones_like(ids), MAX_TOKENS - num_right
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=num_left, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    return oracle_greedy(model, prompt, MAX_TOKENS, draft, model.generation_config.eos_token_id)
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,18 @@ def test_logits_equal_transformers(family: tuple[Path, PreTrainedModel]) -> None
     torch.testing.assert_close(logits, expected[rows], atol=2e-4, rtol=2e-4)
 
 
+def test_the_oracle_does_not_depend_on_its_draft(family: tuple[Path, PreTrainedModel]) -> None:
+    """What one pass verifies is what ``generate`` makes, beyond a window, too."""
+    _, oracle = family
+    prompt, num_tokens = PROMPTS[3], 9
+    made = oracle_greedy(oracle, prompt, num_tokens)
+    for draft in (made, [*made[:3], made[3] + 1, 7], made[:5], [*made, 7]):
+        assert oracle_greedy(oracle, prompt, num_tokens, draft) == made
+    ended = made[: made.index(made[4]) + 1]
+    for draft in ((), made, [*ended[:-1], made[4] + 1]):
+        assert oracle_greedy(oracle, prompt, num_tokens, draft, eos=made[4]) == ended
+
+
 def test_greedy_equals_transformers(family: tuple[Path, PreTrainedModel]) -> None:
     """Batched in chunks of 5 tokens, and each prompt alone; other chunks are the engine's test's."""
     folder, oracle = family

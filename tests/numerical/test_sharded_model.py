@@ -24,11 +24,20 @@ from shoal_replica.model_config import ModelConfig
 from shoal_replica.shard import make_shard, whole_shard
 
 SIZES = [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3)]
+# Through all sizes go heads that not every number of ranks divides, a lone KV head, windows by layer, experts, and
+# experts beside shared ones. The rest of what is cut is the same in all families, which are cut once each way.
+CUT_IN_ALL_SIZES = {"llama-9-heads", "gemma3-one-kv-head", "gemma3", "qwen3-moe", "glm4-moe"}
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+def name(request: pytest.FixtureRequest) -> str:
+    family: str = request.param
+    return family
+
+
+@pytest.fixture(scope="module")
+def family(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(name, tmp_path_factory.mktemp(name))
 
 
 def check_ranks(model: ModelConfig, sizes: list[tuple[int, int]]) -> None:
@@ -50,9 +59,10 @@ def check_ranks(model: ModelConfig, sizes: list[tuple[int, int]]) -> None:
         assert tokens == expected, (tensor_size, num_stages)
 
 
-def test_tokens_are_those_of_the_whole_model(family: Path) -> None:
+def test_tokens_are_those_of_the_whole_model(name: str, family: Path) -> None:
     model = ModelConfig.from_folder(family)
-    check_ranks(model, [sizes for sizes in SIZES if sizes[0] == 1 or not model.qk_norm_spans_heads])
+    asked = SIZES if name in CUT_IN_ALL_SIZES else [(2, 1), (1, 2)]
+    check_ranks(model, [sizes for sizes in asked if sizes[0] == 1 or not model.qk_norm_spans_heads])
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -66,7 +76,7 @@ def test_integer_weights_are_cut_between_their_groups(
     check_ranks(model, [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tensor_size", [2, 3, 4])
 def test_ranks_hold_every_weight_once(family: Path, tensor_size: int) -> None:
     """Matrices are split without overlap, except for KV heads that several ranks need and routers that all need."""
     config = ModelConfig.from_folder(family)

@@ -29,9 +29,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
     model = load_oracle(folder)
+    known: dict[str, list[tuple[list[int], float]]] = {}
+
+    def beams(prompt: list[int], params: SamplingParams, eos: list[int] | None) -> list[tuple[list[int], float]]:
+        """transformers' beams, (output tokens, score), best first."""
+        asked = repr((prompt, params, eos))
+        if asked not in known:
+            known[asked] = generate(prompt, params, eos)
+        return known[asked]
 
     def generate(prompt: list[int], params: SamplingParams, eos: list[int] | None) -> list[tuple[list[int], float]]:
-        """transformers' beams, (output tokens, score), best first."""
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -50,7 +57,7 @@ def oracle(folder: Path) -> Oracle:
         beams = [_cut(sequence[len(prompt) :].tolist(), eos or []) for sequence in output.sequences]
         return list(zip(beams, output.sequences_scores.tolist(), strict=True))
 
-    return generate
+    return beams
 
 
 def _cut(token_ids: list[int], eos: list[int]) -> list[int]:

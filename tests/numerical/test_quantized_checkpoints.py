@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,30 @@ FORMS = [
     Form("fp8-ragged", fp8_blocks(wide=64), {"quant_method": "fp8", "weight_block_size": [32, 64]}, "none"),
 ]  # fmt: skip
 
+Made = Callable[..., tuple[Path, Path]]
+
 
 def make(form: Form, tmp_path: Path, family: str = "llama-llama3-rope") -> tuple[Path, Path]:
     return quantize_checkpoint(make_checkpoint(family, tmp_path / "source"), form.store, form.said, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """``make``, once for all tests that only read what it makes."""
+    known: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def find(form: Form, family: str = "llama-llama3-rope") -> tuple[Path, Path]:
+        if (form.name, family) not in known:
+            known[form.name, family] = make(form, tmp_path_factory.mktemp(form.name), family)
+        return known[form.name, family]
+
+    return find
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("family", ["llama-llama3-rope", "mixtral", "glm4-moe", "phi3-longrope", "qwen2"])
-def test_weights_are_what_the_format_says(form: Form, family: str, tmp_path: Path) -> None:
-    quantized, plain = make(form, tmp_path, family)
+def test_weights_are_what_the_format_says(form: Form, family: str, made: Made) -> None:
+    quantized, plain = made(form, family)
     config = ModelConfig.from_folder(quantized, dtype="float32")
     assert config.quantization == form.served_as
     expected = load_weights(ModelConfig.from_folder(plain), CPU)
@@ -111,9 +127,9 @@ def test_weights_are_what_the_format_says(form: Form, family: str, tmp_path: Pat
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("family", ["llama-llama3-rope", "mixtral"])
-def test_ranks_read_their_parts(form: Form, family: str, tmp_path: Path) -> None:
+def test_ranks_read_their_parts(form: Form, family: str, made: Made) -> None:
     """Whatever word, group or block a part begins in."""
-    quantized, _ = make(form, tmp_path, family)
+    quantized, _ = made(form, family)
     parallel = ParallelConfig(tensor_parallel_size=2)
     config = ModelConfig.from_folder(quantized, dtype="float32")
     whole = load_weights(config, CPU)
@@ -129,9 +145,9 @@ def test_ranks_read_their_parts(form: Form, family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_tokens_are_those_of_transformers(form: Form, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers(form: Form, made: Made) -> None:
     """On the weights that they stand for, in float32; in bf16, on native kernels, nearly so."""
-    quantized, plain = make(form, tmp_path)
+    quantized, plain = made(form)
     write_tiny_tokenizer(quantized)
     prompts, oracle = make_prompts([5, 21, 60]), load_oracle(plain)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,8 +13,8 @@ import yaml
 from fixtures.model_configs import make_model
 from typer.testing import CliRunner
 
+from shoal_cluster.bench import engine_arm
 from shoal_cluster.bench.closed_loop import Batch, Sample, run_batch
-from shoal_cluster.bench.engine_arm import engine_alone
 from shoal_cluster.bench.lone_replica import make_lone_replica
 from shoal_cluster.bench.serving import MIN_REQUESTS, ServingLoad, costs_of
 from shoal_cluster.bench.stream_clients import EventCounter
@@ -111,10 +112,15 @@ def test_a_stream_s_error_is_the_batch_s() -> None:
         asyncio.run(run_batch(stream, Batch(((1,), (2,)), 2, 3)))
 
 
-def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the pipe, as from a process of its own (which would leave multiprocessing's tracker here)."""
+    monkeypatch.setattr(engine_arm.signal, "signal", lambda number, handler: None)
+    ours, theirs = multiprocessing.Pipe()
     config = EngineConfig(model=make_model(folder=str(tmp_path)), cache=CacheConfig(num_blocks=8, block_size=16))
-    with pytest.raises(ShoalError, match=re.escape(str(tmp_path))), engine_alone(config):
-        pass
+    with ours, theirs:
+        engine_arm._run_engine(config, theirs)
+        with pytest.raises(ShoalError, match=re.escape(str(tmp_path))):
+            engine_arm._receive(ours)
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-1"])

@@ -23,6 +23,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 8192
 MAX_BAD_WORDS = 256
 MAX_BAD_CHARACTERS = 4096  # of all bad words together
+MAX_BAD_SEQUENCES = 1024
+MAX_BAD_TOKENS = 32_768  # of all bad sequences together: two spellings of the longest bad words, a byte a token
 MAX_LOGIT_BIAS = 100.0
 MAX_SEED = 2**63 - 1
 MAX_INTEGER = 2**63 - 1
@@ -63,7 +65,7 @@ class SamplingParams:
             with an end-of-sequence token.
         bad_words: texts that are not generated, at the beginning of a word or within it.
         bad_token_ids: sequences of tokens of which the last is not generated after the others: ``ban_words`` makes
-            these of ``bad_words``.
+            these of ``bad_words``. At most 1024, with 32768 tokens together.
         structured_output: what the answer must match, or None; it ends when it is complete.
         include_stop_str_in_output: the text of what ended the answer, a stop string or token, is part of it.
         skip_special_tokens: special tokens have no text.
@@ -209,9 +211,18 @@ class SamplingParams:
         if (length := sum(map(len, self.bad_words))) > MAX_BAD_CHARACTERS:
             limit = f"must have at most {MAX_BAD_CHARACTERS} together"
             raise InvalidArgument("bad_words", f"{length} characters", limit)
+        self._check_bad_token_ids()
+
+    def _check_bad_token_ids(self) -> None:
+        if (count := len(self.bad_token_ids)) > MAX_BAD_SEQUENCES:
+            limit = f"must be at most {MAX_BAD_SEQUENCES}, those of bad_words included"
+            raise InvalidArgument("bad_token_ids", f"{count} sequences", limit)
         for bad in self.bad_token_ids:
             if not isinstance(bad, tuple) or not bad:
                 raise InvalidArgument("bad_token_ids", bad, "must be non-empty tuples of token ids")
+        if (length := sum(map(len, self.bad_token_ids))) > MAX_BAD_TOKENS:
+            raise InvalidArgument("bad_token_ids", f"{length} ids", f"must be at most {MAX_BAD_TOKENS} together")
+        for bad in self.bad_token_ids:
             for token_id in bad:
                 check_integer("bad_token_ids", token_id, 0, MAX_TOKEN_ID)
 

@@ -12,6 +12,8 @@ import pytest
 
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_params import (
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_TOKENS,
     MAX_BEAM_WIDTH,
     MAX_INTEGER,
     MAX_LOGPROBS,
@@ -45,6 +47,7 @@ GOOD: list[dict[str, Any]] = [
     {"stop_token_ids": (0, MAX_TOKEN_ID)},
     {"beam_width": 1},
     {"beam_width": MAX_BEAM_WIDTH},
+    {"bad_token_ids": ((1,) * (MAX_BAD_TOKENS // MAX_BAD_SEQUENCES),) * MAX_BAD_SEQUENCES},
     {"length_penalty": 1},
 ]
 BAD: list[tuple[str, Any]] = [
@@ -93,12 +96,14 @@ BAD: list[tuple[str, Any]] = [
     ("length_penalty", 10.1),
     ("length_penalty", -10.1),
     ("length_penalty", math.nan),
+    ("bad_token_ids", ((1,),) * (MAX_BAD_SEQUENCES + 1)),
+    ("bad_token_ids", ((1,) * MAX_BAD_TOKENS, (1,))),
     ("length_penalty", 2.0),  # without beams
     ("early_stopping", True),
 ]
 
 
-@pytest.mark.parametrize("fields", GOOD, ids=repr)
+@pytest.mark.parametrize("fields", GOOD, ids=lambda fields: repr(fields)[:60])
 def test_takes_what_is_in_range(fields: dict[str, Any]) -> None:
     [(name, value)] = fields.items()
     assert getattr(SamplingParams(**fields), name) == value
@@ -108,7 +113,7 @@ def test_no_stop_is_none() -> None:
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("field", "value"), BAD)
+@pytest.mark.parametrize(("field", "value"), BAD, ids=lambda value: repr(value)[:60])
 def test_refuses_what_is_not(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         SamplingParams(**{field: value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ class TokenChoice:
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
-        self._allowed = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
-        self._bad = [token_id for *before, token_id in params.bad_token_ids if not before]
+        self._device = device
+        self._allowed = self._tensor(params.allowed_token_ids)
+        sequences = dict.fromkeys(params.bad_token_ids)  # each once
+        self._never = self._tensor([token_id for *before, token_id in sequences if not before])
         self._bad_after: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the token before
-        for *before, token_id in params.bad_token_ids:
+        for *before, token_id in sequences:
             if before:
                 self._bad_after[before[-1]].append((before, token_id))
 
@@ -31,10 +34,15 @@ class TokenChoice:
             kept = logits[self._allowed]
             logits.fill_(-torch.inf)
             logits[self._allowed] = kept
-        bad = list(self._bad)
-        if len(generated):
-            for before, token_id in self._bad_after.get(int(generated[-1]), ()):
-                if generated[-len(before) :].tolist() == before:
-                    bad.append(token_id)
-        if bad:
-            logits[torch.tensor(bad, dtype=torch.int64, device=logits.device)] = -torch.inf
+        if len(self._never):
+            logits[self._never] = -torch.inf
+        if len(generated) and (bad := self._completing(generated)):
+            logits[self._tensor(bad)] = -torch.inf
+
+    def _completing(self, generated: NDArray[np.int64]) -> list[int]:
+        """The tokens that would complete a bad sequence."""
+        after = self._bad_after.get(int(generated[-1]), ())
+        return [token_id for before, token_id in after if generated[-len(before) :].tolist() == before]
+
+    def _tensor(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self._device)

@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 128  # forms that are kept compiled
 MAX_REASON = 300  # characters of llguidance's own message
-# Compiling a form and making a mask hold up a step. The library's own limits allow almost a second of each; with these
-# it is some tens of milliseconds.
+# Compiling a form, making a mask and taking a token hold up a step. The library's own limits allow about a second of
+# each; with these it is some tens of milliseconds.
 MAX_LEXER_STATES = 20_000
 INITIAL_LEXER_FUEL = 100_000
+MAX_STEP_ITEMS = 10_000  # of the parser, for a mask or a token: where a grammar is ambiguous they grow with the answer
 MAX_MULTIPLES = 10_000  # product of a schema's `multipleOf`: it has a state for each remainder, which nothing limits
 # Tokens that are certain must not be chosen by tokenizing their text, which may spell a special token.
 OPTIONS = '%llguidance {"no_forcing": true}'
@@ -90,7 +91,9 @@ class Grammars:
             raise InvalidArgument(FIELD, structure.kind, f"is not served with this model's tokenizer: {failure}")
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=INITIAL_LEXER_FUEL)
+        limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=INITIAL_LEXER_FUEL, step_max_items=MAX_STEP_ITEMS
+        )
         try:
             matcher = LLMatcher(tokenizer, _grammar(structure), log_level=0, limits=limits)
         except ValueError as error:  # JSON that cannot be parsed

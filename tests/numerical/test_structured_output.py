@@ -186,6 +186,16 @@ def test_an_answer_that_becomes_too_complex_is_cut_and_says_so(folder, caplog):
     assert "a structured answer is cut: it has become too complex" in caplog.text
 
 
+def test_an_ambiguous_grammar_is_cut_before_it_holds_up_steps(folder, monkeypatch):
+    """The readings of an answer, and so the work for a token, grow with each token."""
+    monkeypatch.setattr(grammars, "MAX_STEP_ITEMS", 200)
+    matcher = Grammars(ModelConfig.from_folder(folder)).begin(StructuredOutput("lark", 'start: e\ne: e e | "a" | "b"'))
+    letters = Tokenizer.from_folder(folder).encode("a", add_special_tokens=False) * 99
+    masks = [matcher.allowed(letters[:count]) for count in range(99)]
+    assert masks[5] is not None
+    assert masks[-1] is None
+
+
 def test_an_end_that_is_also_text_does_not_end_an_answer_early(tmp_path):
     folder = write_tiny_tokenizer(make_checkpoint("llama", tmp_path))
     a = Tokenizer.from_folder(folder).encode("a", add_special_tokens=False)[0]

@@ -10,7 +10,7 @@ from fixtures.model_cards import model_card
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.answer_pieces import CallPiece
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import AUTO, NAME_PATTERN, NONE, REQUIRED, Tool, ToolCall, ToolUse
 from shoal_cluster.policies.autoscaling_config import COUNTS, LIMITS, ScaleConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal_cluster.chat.answer_reader import AnswerPiece, AnswerReader
+from shoal_cluster.chat.answer_pieces import AnswerPiece
+from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.serve.call import Chunk
 from shoal_replica.request import FinishReason
 

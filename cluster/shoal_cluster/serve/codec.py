@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
-from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.answer_pieces import CallPiece
 from shoal_cluster.policies.pending_request import MAX_PRIORITY
 from shoal_cluster.serve.call import Chunk, GenerateCall, Prompt, Usage
 from shoal_cluster.serve.chat_codec import messages_to_proto, prompt_from_proto

@@ -15,7 +15,7 @@ import pytest_asyncio
 from fixtures.fake_gateway import MAX_MODEL_LEN, MODEL, TOKENIZER, FakeGateway
 from fixtures.waiting import DEADLINE_S, until
 
-from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.answer_pieces import CallPiece
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import ToolCall
 from shoal_cluster.serve.call import Chunk, Usage

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.answer_pieces import CallPiece
 from shoal_cluster.serve.call import MESSAGE_ID, Chunk
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.answer_pieces import CallPiece
 from shoal_cluster.serve.call import CHAT_ID, COMPLETION_ID, Chunk
 from shoal_cluster.serve.http.encoding import Json
 from shoal_cluster.serve.http.openai_echo import Echo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shoal_cluster.chat.answer_reader import CallPiece
+from shoal_cluster.chat.answer_pieces import CallPiece
 from shoal_cluster.serve.call import MESSAGE_ID, RESPONSE_ID, Chunk, Usage
 from shoal_cluster.serve.gateway_core import GatewayCore
 from shoal_cluster.serve.http.encoding import Json, event

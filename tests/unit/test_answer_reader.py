@@ -174,9 +174,32 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
         (HERMES, '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
         (HERMES, "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
         (HERMES, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+        (
+            HERMES,
+            "<tool_call>\n<function=get weather>\n</function>\n</tool_call>\nAnd that is all.",
+            "<tool_call>\n<function=get weather>\n</function>\n</tool_call>\nAnd that is all.",
+            [],
+        ),
+        (
+            QWEN_CODER,
+            "Write `<function=my func>` or `<function=foo>` first.\n<function=get_weather>\n<parameter=city>\nUlm\n"
+            "</parameter>\n</function>",
+            "Write `<function=my func>` or `<function=foo>` first.",
+            [(WEATHER.name, '{"city": "Ulm"}')],
+        ),
+        (QWEN_CODER, "As `<function=get_weather>`, so.", "As `<function=get_weather>`, so.", []),
+        (MINIMAX, 'As `<invoke name="foo">` or so.', 'As `<invoke name="foo">` or so.', []),
+        (QWEN_CODER, "<function=nope>\n</function>", "<function=nope>\n</function>", []),
         (HERMES, "<tool_call><function></tool_call>", "<tool_call><function></tool_call>", []),
+        (
+            HERMES,
+            '<tool_call>{"name": "what-time.is_it"}\n<tool_call>nope</tool_call>',
+            "<tool_call>nope</tool_call>",
+            [CLOCK_CALL],
+        ),
         # A name that is no tool's is for the client to judge, where the model has said that it is a call.
         (HERMES, '<tool_call>{"name": "nope", "arguments": {}}</tool_call>', "", [("nope", "{}")]),
+        (QWEN_CODER, "<tool_call>\n<function=nope>\n</function>\n</tool_call>", "", [("nope", "{}")]),
         (LLAMA, '{"name": "get_weather", "parameters": {"city": "Köln"}}', "", [WEATHER_CALL]),
         (LLAMA, '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Köln"}}', "", [WEATHER_CALL]),
         (
@@ -190,6 +213,8 @@ WEATHER_CALL, CLOCK_CALL = (WEATHER.name, CITY), (CLOCK.name, "{}")
         (LLAMA, '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
         (LLAMA, '{"age": 36, "name": "what-time.is_it"}', '{"age": 36, "name": "what-time.is_it"}', []),
         (LLAMA, "[1, 2]", "[1, 2]", []),
+        (LLAMA, '{"name": "what-time.is_it"}\n[1] says so', "[1] says so", [CLOCK_CALL]),
+        (LLAMA, '\xa0{"name": "what-time.is_it"}', '\xa0{"name": "what-time.is_it"}', []),
         (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
         (LLAMA, 'So: {"name": "what-time.is_it"}', 'So: {"name": "what-time.is_it"}', []),
         (
@@ -271,6 +296,29 @@ def test_json_is_no_call_where_the_answer_is_json() -> None:
     for given, expected in ((text, (text, 0)), (f"<|python_tag|>{text}", ("", 1))):
         (piece,) = AnswerReader(ChatFormat(LLAMA, True, False), ToolUse(TOOLS), is_json=True).push(given, is_last=True)
         assert (piece.content, len(piece.calls)) == expected
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text"),
+    [
+        (QWEN_CODER, '{"code": "<function=foo> <function=get_weather></function>"}'),
+        (HERMES, ' {"code": "<tool_call>{\\"name\\": \\"get_weather\\"}"}'),
+        (MISTRAL, '{"code": "[TOOL_CALLS]get_weather{}"}'),
+    ],
+)
+def test_markers_within_an_answer_in_json_are_its_text(call_format: CallFormat, text: str) -> None:
+    assert read([text], call_format, is_json=True) == (text, "", [])
+    assert read([*f"Hm.</think>{text}", ""], call_format, reasons=True, is_reasoning=True, is_json=True) == (
+        text.lstrip(),
+        "Hm.",
+        [],
+    )
+
+
+def test_calls_instead_of_an_answer_in_json_are_read() -> None:
+    text = '\n<tool_call>{"name": "what-time.is_it"}</tool_call>\n<tool_call>{"name": "odd"}</tool_call>'
+    assert read([text], HERMES, is_json=True) == ("", "", [CLOCK_CALL, (ODD.name, "{}")])
+    assert read([*text, ""], HERMES, is_json=True) == ("", "", [CLOCK_CALL, (ODD.name, "{}")])
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shoal_cluster.chat.json_call import SPACE
+
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
@@ -70,8 +72,8 @@ class Trimmed:
 
     def push(self, text: str) -> None:
         if self._space is None:
-            text = text.lstrip()
-        if said := text.rstrip():
+            text = text.lstrip(SPACE)
+        if said := text.rstrip(SPACE):
             self._tell((self._before if self._space is None else "".join(self._space)) + said)
             self._space, self._before = [text[len(said) :]], "\n"
         elif self._space is not None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 
 from shoal_cluster.chat.answer_pieces import AnswerPiece, CallPiece, Pieces, Trimmed
 from shoal_cluster.chat.chat_format import ARGS, CALL_ID, END_OF_THINK, PYTHON_TAG, THINK, ChatFormat
-from shoal_cluster.chat.json_call import JsonCall
+from shoal_cluster.chat.json_call import SPACE, JsonCall
 from shoal_cluster.chat.tool import NAME_PATTERN, ToolUse
 from shoal_cluster.chat.xml_call import XmlCall
 
 MAX_HEAD = 200  # characters of ``name[CALL_ID]id[ARGS]``
-_HEAD = re.compile(rf"(?P<name>[\w.-]+)(?:{re.escape(CALL_ID)}[\w-]+)?(?P<args>{re.escape(ARGS)})?\s*(?=\{{)")
+_ID, _ARGS = rf"{re.escape(CALL_ID)}[\w-]{{1,32}}", re.escape(ARGS)
+_HEAD = re.compile(rf"(?P<name>{NAME_PATTERN})(?:{_ID})?(?P<args>{_ARGS})?\s{{0,8}}(?=\{{)")
 _PART_OF_HEAD = re.compile(r"[\w.\[\]-]+\s*")
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -39,7 +40,10 @@ class AnswerReader:
         self._openings = chat_format.calls.openings if self._tools else ()
         self._is_parallel = chat_format.parallel and (use is None or use.parallel)
         self._reasons = chat_format.reasons
-        self._bare_openings = (PYTHON_TAG,) if is_json else ("{", "[", PYTHON_TAG)
+        if is_json:  # whose strings may have anything in them
+            self._first_only = self._openings or (PYTHON_TAG,)
+        else:
+            self._first_only = () if self._openings else ("{", "[", PYTHON_TAG)
         self._unread = ""
         self._pieces = Pieces()
         self._content = Trimmed(self._pieces.say, keeps_start=True)
@@ -83,7 +87,7 @@ class AnswerReader:
 
     def _begin(self, is_last: bool) -> bool:
         """The answer begins: with reasoning, or not."""
-        text = self._unread.lstrip()
+        text = self._unread.lstrip(SPACE)
         if self._reasons and text.startswith(THINK):
             self._thought = self._length - len(text), None
             self._read = self._begin_reasoning
@@ -98,7 +102,7 @@ class AnswerReader:
 
     def _begin_reasoning(self, is_last: bool) -> bool:
         """Reasoning begins, with its marker or behind that of the prompt."""
-        text = self._unread.lstrip()
+        text = self._unread.lstrip(SPACE)
         if not is_last and THINK.startswith(text):
             return False
         self._unread = text.removeprefix(THINK)
@@ -119,20 +123,22 @@ class AnswerReader:
         return True
 
     def _begin_content(self, is_last: bool) -> bool:
-        """What is said begins, unless it is a call that nothing announces."""
-        if not self._tools or self._openings:
-            self._read = self._say
+        """What is said begins, or calls that may only come first."""
+        self._read = self._say
+        if not self._tools or not self._first_only:
             return True
-        text = self._unread.lstrip()
-        if not is_last and PYTHON_TAG.startswith(text):
+        text = self._unread.lstrip(SPACE)
+        if text.startswith(self._first_only):
+            self._since_opening = ""
+            self._read = self._between
+        elif not is_last and any(opening.startswith(text) for opening in self._first_only):
+            self._read = self._begin_content
             if not text:
                 self._content.push(self._unread)
                 self._unread = ""
             return False
-        self._read = self._say
-        if text.startswith(self._bare_openings):
-            self._since_opening = ""
-            self._read = self._between
+        else:
+            self._openings = ()
         return True
 
     def _say(self, is_last: bool) -> bool:
@@ -151,46 +157,70 @@ class AnswerReader:
         """Before a call, or after one."""
         is_tagged = bool(self._calls.closing)
         odd = "" if is_tagged and self._since_opening is not None else "}]" if is_tagged else ",;]"
-        text = self._unread.lstrip(" \t\r\n" + odd)
+        text = self._unread.lstrip(SPACE + odd)
         self._skip(len(self._unread) - len(text))
-        markers = tuple(filter(None, (self._calls.opening or PYTHON_TAG, self._calls.closing)))
+        opening, closing = self._calls.opening or PYTHON_TAG, self._calls.closing
+        markers = tuple(filter(None, (opening, closing)))
         if not is_last and any(marker.startswith(text) for marker in (*markers, self._calls.xml.head_start)):
             return False
-        if (marker := next((marker for marker in markers if text.startswith(marker)), "")) != "":
-            self._skip(len(marker))
-            if marker == self._calls.closing:
-                self._give_up("")
+        if text.startswith(opening):
+            self._keep(len(opening))
+        elif closing and text.startswith(closing):
+            self._skip(len(closing))
+            self._give_up()
         elif text.startswith("{"):
             self._start(JsonCall())
         elif text.startswith("[") and not is_tagged:
-            self._skip(1)
+            self._keep(1)
         elif is_tagged and self._is_xml_head(text):
-            self._start(XmlCall(self._calls.xml, self._tools))
+            return self._begin_xml(text, is_last)
         elif self._calls.is_list and (head := _HEAD.match(text)) is not None and self._is_head(head):
             self._skip(head.end())
             self._start(JsonCall.of(head["name"]))
         elif self._calls.is_list and not is_last and len(text) < MAX_HEAD and _PART_OF_HEAD.fullmatch(text):
             return False
         else:
-            self._give_up("")
+            self._give_up()
         return True
+
+    @property
+    def _is_announced(self) -> bool:
+        """Whether the opening of calls is what has come just before."""
+        return (self._since_opening or "").rstrip(SPACE).endswith(self._calls.opening)
 
     def _is_xml_head(self, text: str) -> bool:
         """Whether a tagged call may begin with ``text``: by its tag, or, if it has none, right after the opening."""
-        if head_start := self._calls.xml.head_start:
-            return text.startswith(head_start)
-        is_first = self._since_opening is not None and self._since_opening.rstrip().endswith(self._calls.opening)
-        return is_first and self._calls.xml.may_be_head(text[:1])
+        notation = self._calls.xml
+        return text.startswith(notation.head_start) if notation.head_start else self._is_announced
+
+    def _begin_xml(self, text: str, is_last: bool) -> bool:
+        """A tagged call begins, unless nothing has announced it and it is no tool's: then it is only spoken of."""
+        notation = self._calls.xml
+        found = notation.head.match(text)
+        if found is None and not is_last and notation.may_be_head(text):
+            return False
+        if found is not None and (found[1] in self._tools or self._since_opening is None or self._is_announced):
+            self._skip(found.end())
+            self._start(XmlCall(notation, found[1], self._tools))
+        else:
+            self._keep(len(notation.head_start))
+            self._give_up()
+        return True
 
     def _is_head(self, head: re.Match[str]) -> bool:
         """Whether it begins a call: it says so, or it is a tool's name right after the opening."""
-        is_first = self._since_opening is not None and self._since_opening.endswith(self._calls.opening)
-        return bool(head["args"]) or (is_first and head["name"] in self._tools)
+        return bool(head["args"]) or (self._is_announced and head["name"] in self._tools)
 
     def _skip(self, count: int) -> None:
-        """Pass over what belongs to calls; it is kept until there is one."""
+        """Pass over what belongs to calls; after an opening it is kept until there is one."""
         if self._since_opening is not None:
-            self._since_opening += self._unread[:count]
+            self._keep(count)
+        else:
+            self._unread = self._unread[count:]
+
+    def _keep(self, count: int) -> None:
+        """Pass over what is content unless a call follows."""
+        self._since_opening = (self._since_opening or "") + self._unread[:count]
         self._unread = self._unread[count:]
 
     def _start(self, call: JsonCall | XmlCall) -> None:
@@ -201,7 +231,7 @@ class AnswerReader:
         call = self._call
         assert call is not None
         self._unread = self._unread[call.push(self._unread) :]
-        if (not call.name and (call.has_failed or is_last)) or (call.name and not self._is_name(call.name)):
+        if isinstance(call, JsonCall) and not self._may_be_call(call, is_last):
             self._give_up(call.raw)
             return True
         if call.name and not self._is_told:
@@ -217,7 +247,7 @@ class AnswerReader:
             self._unread = call.rest + self._unread
             self._read = self._between if call.is_done else self._resume
             return True
-        return False
+        return bool(self._unread)
 
     def _resume(self, is_last: bool) -> bool:
         """After a call that has broken off: go on at the next marker."""
@@ -229,15 +259,17 @@ class AnswerReader:
         self._read = self._between
         return True
 
-    def _is_name(self, name: str) -> bool:
-        """Whether a call of that name is one. Where nothing else tells it from other JSON, it has to be a tool's."""
-        return name in self._tools or (bool(self._openings) and re.fullmatch(NAME_PATTERN, name) is not None)
+    def _may_be_call(self, call: JsonCall, is_last: bool) -> bool:
+        """Whether it is one, by its name. Where nothing else tells it from other JSON, that has to be a tool's."""
+        if not call.name:
+            return not (call.has_failed or is_last)
+        return call.name in self._tools or (bool(self._openings) and bool(re.fullmatch(NAME_PATTERN, call.name)))
 
     def _tell(self, piece: CallPiece) -> None:
         if self._is_parallel or piece.index == 0:
             self._pieces.call(piece)
 
-    def _give_up(self, raw: str) -> None:
+    def _give_up(self, raw: str = "") -> None:
         """No call follows: what looked like one is content."""
         self._content.push((self._since_opening or "") + raw)
         self._since_opening = None

@@ -46,9 +46,9 @@ class JsonCall:
         return call
 
     def push(self, text: str) -> int:
-        """Take text. Returns how many of its characters belong to the call."""
-        count = 0
-        while count < len(text) and not self.is_done:
+        """Take text, up to the name if that is not known yet. Returns how many of its characters belong to the call."""
+        count, was_named = 0, bool(self.name)
+        while count < len(text) and not self.is_done and bool(self.name) == was_named:
             self._step(text[count])
             if self.has_failed:  # by a character that may be the next marker's
                 self._new += [] if self._has_arguments or self._new else ["{}"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal_cluster.chat.schema_values import Values
+from shoal_cluster.chat.tool import NAME_PATTERN
 
 MAX_TAG = 200  # characters of a tag with its name
 
@@ -19,7 +20,9 @@ class XmlNotation:
 
     Attributes:
         head_start: what it begins with; empty: the name comes right behind the opening of calls.
-        head, parameter: patterns of all that comes before parameters, with the name, and before a value, with its key.
+        head: the pattern of all that comes before parameters, with the name, if one of them follows, or an end.
+        part_of_head: a pattern of what may become a head.
+        parameter: the pattern of all that comes before a value, with its key.
         parameter_start: what ``parameter`` begins with.
         end_of_value, end: the tags behind a value, and behind all.
         ends_by_closing: ``end`` is what closes calls, and is not part of this one.
@@ -28,6 +31,7 @@ class XmlNotation:
 
     head_start: str
     head: re.Pattern[str]
+    part_of_head: re.Pattern[str]
     parameter_start: str
     parameter: re.Pattern[str]
     end_of_value: str
@@ -47,22 +51,22 @@ class XmlNotation:
 
     def may_be_head(self, text: str) -> bool:
         """Whether ``text``, which is no whole head, may be the beginning of one."""
-        if self.head_start:
-            return _may_become(text, (self.head_start,))
-        return len(text) <= MAX_TAG and _PART_OF_NAME.fullmatch(text) is not None
+        return self.head_start.startswith(text) or self.part_of_head.fullmatch(text) is not None
 
     def may_be_next(self, text: str) -> bool:
         """Whether ``text``, in which no parameter begins as yet, may go on with one, or with the end."""
         return _may_become(text, (self.parameter_start, self.end), has_lines=self.ends_by_closing)
 
 
-_PART_OF_NAME = re.compile(r"[\w.-]+\s*<?[\w/]*")
+_GAP = r"\s{0,32}"
+_PART_OF_TAG = r"(?:</?[\w:]{0,20})?"
 
 QWEN_XML = XmlNotation(
     head_start="<function=",
-    head=re.compile(r"<function=([^>\n]+)>\s*"),
+    head=re.compile(rf"<function=({NAME_PATTERN})>{_GAP}(?=<parameter=|</function>|</tool_call>)"),
+    part_of_head=re.compile(rf"<function=(?:{NAME_PATTERN}(?:>{_GAP}{_PART_OF_TAG})?)?"),
     parameter_start="<parameter=",
-    parameter=re.compile(r"<parameter=([^>\n]+)>"),
+    parameter=re.compile(r"<parameter=([^>\n]{1,128})>"),
     end_of_value="</parameter>",
     end="</function>",
 )
@@ -70,9 +74,10 @@ QWEN_XML = XmlNotation(
 
 MINIMAX_XML = XmlNotation(
     head_start='<invoke name="',
-    head=re.compile(r'<invoke name="([^"\n]+)">\s*'),
+    head=re.compile(rf'<invoke name="({NAME_PATTERN})">{_GAP}(?=<parameter |</invoke>|</minimax:tool_call>)'),
+    part_of_head=re.compile(rf'<invoke name="(?:{NAME_PATTERN}(?:"(?:>{_GAP}{_PART_OF_TAG})?)?)?'),
     parameter_start='<parameter name="',
-    parameter=re.compile(r'<parameter name="([^"\n]+)">'),
+    parameter=re.compile(r'<parameter name="([^"\n]{1,128})">'),
     end_of_value="</parameter>",
     end="</invoke>",
 )
@@ -80,9 +85,10 @@ MINIMAX_XML = XmlNotation(
 
 GLM_XML = XmlNotation(
     head_start="",
-    head=re.compile(r"([\w.-]+)\s*(?=<arg_key>|</tool_call>)"),
+    head=re.compile(rf"({NAME_PATTERN}){_GAP}(?=<arg_key>|</tool_call>)"),
+    part_of_head=re.compile(rf"{NAME_PATTERN}{_GAP}{_PART_OF_TAG}"),
     parameter_start="<arg_key>",
-    parameter=re.compile(r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>"),
+    parameter=re.compile(rf"<arg_key>([^<\n]{{1,128}})</arg_key>{_GAP}<arg_value>"),
     end_of_value="</arg_value>",
     end="</tool_call>",
     ends_by_closing=True,
@@ -92,16 +98,16 @@ GLM_XML = XmlNotation(
 
 
 class XmlCall:
-    """Takes the text of a call in pieces. The attributes are those of JsonCall. Arguments come parameter by parameter.
+    """Takes the text of a call behind its head in pieces. The attributes are those of JsonCall. Arguments come
+    parameter by parameter.
 
     Args:
         schemas: by the name of a tool, the JSON schema of its arguments: only a type tells text from numbers.
     """
 
-    def __init__(self, notation: XmlNotation, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, notation: XmlNotation, name: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._notation = notation
-        self.name = ""
-        self.raw = ""  # as long as the name is not known
+        self.name = name
         self.is_done = False
         self.has_failed = False
         self.rest = ""
@@ -110,17 +116,15 @@ class XmlCall:
         self._key: str | None = None
         self._searched = 0  # characters of ``_unread`` in which a parameter does not end
         self._keys: set[str] = set()
-        self._new: list[str] = []
+        self._new = ["{"]
 
     def push(self, text: str) -> int:
         """Take text. Returns how many of its characters belong to the call."""
-        if not self.name:
-            self.raw += text
         self._unread += text
         while self._step():
             pass
         if self.has_failed:
-            self._new += ["}"] if self.name else []
+            self._new.append("}")
             self.rest, self._unread = self._unread, ""
         if not self.is_done:
             return len(text)
@@ -128,14 +132,12 @@ class XmlCall:
         return max(0, len(text) - len(self._unread))
 
     def take_arguments(self) -> str:
-        """What has come of the arguments since the last time; empty while the name is not known."""
+        """What has come of the arguments since the last time."""
         new, self._new = "".join(self._new), []
         return new
 
     def _step(self) -> bool:
         """Read one part. Returns whether there was a whole one."""
-        if not self.name:
-            return self._read_head()
         if self._key is not None:
             return self._read_value()
         self._unread = self._unread.lstrip()
@@ -151,15 +153,6 @@ class XmlCall:
             return True
         self.has_failed = not notation.may_be_next(self._unread)
         return False
-
-    def _read_head(self) -> bool:
-        found = self._notation.head.match(self._unread)
-        if found is None:
-            self.has_failed = not self._notation.may_be_head(self._unread)
-            return False
-        self.name, self._unread = found[1], self._unread[found.end() :]
-        self._new.append("{")
-        return True
 
     def _read_value(self) -> bool:
         assert self._key is not None

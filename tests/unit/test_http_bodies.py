@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
 from shoal_cluster.serve.http.answers import AskingBody
+from shoal_cluster.serve.http.encoding import event
 from shoal_cluster.serve.http.fields import Body
 from shoal_cluster.serve.http.messages_types import Conversation, MessagesRequest
 from shoal_cluster.serve.http.openai_chat import ChatRequest
@@ -73,3 +76,20 @@ def test_errors_name_the_bodys_own_fields(
     error = kind.model_validate(body).in_its_words(InvalidArgument(field, "x", "must be y"))  # type: ignore[attr-defined]
     assert isinstance(error, InvalidArgument)
     assert (error.field, str(error)) == (expected, f"{expected}: got 'x'; must be y")
+
+
+@pytest.mark.parametrize("text", ["a\u2028b\u2029c\x85d", "ö", "a\n"])
+def test_no_client_sees_the_end_of_a_line_within_an_event(text: str) -> None:
+    """Those of Python take more characters for one than server-sent events do."""
+    lines = [*httpx.Response(200, content=event({"text": text})).iter_lines()]
+    assert [json.loads(line.removeprefix("data: ")) for line in lines if line] == [{"text": text}]
+
+
+def test_parts_of_a_text_are_on_lines_of_their_own() -> None:
+    parts = [{"type": "text", "text": "File: notes.txt"}, {"type": "text", "text": "Sum it up."}]
+    (chat,) = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}).to_calls("x")
+    inputs = [{"role": "user", "content": [part | {"type": "input_text"} for part in parts]}]
+    (response,) = ResponsesRequest.model_validate({"input": inputs}).to_calls("x")
+    for call in (chat, response):
+        assert call.messages is not None
+        assert call.messages[0].content == "File: notes.txt\nSum it up."

@@ -431,7 +431,7 @@ async def test_every_parameter_arrives(client: openai.AsyncOpenAI, core: FakeGat
     (call,) = core.calls
     params = call.sampling_params
     assert call.messages is not None
-    assert call.messages[0].content == "ab"
+    assert call.messages[0].content == "a\nb"
     assert (params.max_tokens, params.temperature, params.top_p, params.stop, params.seed) == (
         4,
         0.5,

@@ -131,10 +131,10 @@ def effort_options(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
 
 
-def text_of(
-    where: str, content: str | Sequence[TextPart] | None, served: Collection[str] = ("text",), separator: str = ""
-) -> str:
-    """A content's text. Raises InvalidArgument, the field being ``where``, for parts of other kinds than ``served``."""
+def text_of(where: str, content: str | Sequence[TextPart] | None, served: Collection[str] = ("text",)) -> str:
+    """A content's text, each part on lines of its own. Raises InvalidArgument, the field being ``where``, for parts of
+    other kinds than ``served``.
+    """
     if content is None:
         raise InvalidArgument(where, None, "must be a string or a list of parts")
     if isinstance(content, str):
@@ -142,4 +142,4 @@ def text_of(
     for part in content:
         if part.type not in served:
             raise InvalidArgument(where, part.type, "only parts of text are served")
-    return separator.join(part.said for part in content)
+    return "\n".join(part.said for part in content)

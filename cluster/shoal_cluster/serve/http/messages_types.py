@@ -89,7 +89,7 @@ class Turn(Body):
             if block.type == "text":
                 yield Message(USER if self.role == SYSTEM and not is_first else self.role, block.text)
             elif block.type == "tool_result" and self.role == USER:
-                text = text_of(f"{place}.content", block.content or "", separator="\n")
+                text = text_of(f"{place}.content", block.content or "")
                 yield Message(TOOL, text, tool_call_id=block.tool_use_id)
             else:
                 raise _misplaced(place, block)

@@ -115,13 +115,29 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path: Path) -> None:
     plain = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     chats = Forms(write_tiny_tokenizer(make_checkpoint("llama", tmp_path), plain)).chats
     results = (Message("tool", "dry"), Message("user", "So?"))
-    system, asked, called, answered, last = chats.prompt((*CHAT, *results), ToolUse(TOOLS)).split("\n[")
+    system, asked, called, answered = chats.prompt((*CHAT, *results), ToolUse(TOOLS)).split("\n[")
     assert system.startswith("[system] Be brief.\n\nYou can call functions.")
     assert f"\n{json.dumps(WEATHER.definition())}\n" in system
-    assert (asked, last) == ("user] Köln?", "user] So?\n")
+    assert asked == "user] Köln?"
     assert called == f"assistant] {spell(HERMES, [(WEATHER.name, {'city': 'Köln'})])}"
-    assert answered == "user] <tool_response>\nrain\n</tool_response>\n<tool_response>\ndry\n</tool_response>"
+    both = "<tool_response>\nrain\n</tool_response>\n<tool_response>\ndry\n</tool_response>"
+    assert answered == f"user] {both}\nSo?\n"
     assert chats.prompt((Message("user", "Hi"),), ToolUse(TOOLS, NONE)) == "[user] Hi\n"
+
+
+def test_a_template_of_two_roles_that_alternate_gets_tools_in_the_users_turn(tmp_path: Path) -> None:
+    plain = (
+        "{% for m in messages %}{% if m.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}{{ m.name }}\n{% endfor %}"
+    )
+    chats = Forms(write_tiny_tokenizer(make_checkpoint("llama", tmp_path), plain)).chats
+    turns = (Message("user", "Köln?", name="Ada"), *CHAT[2:], Message("user", "So?"))
+    asked, called, answered = chats.prompt(turns, ToolUse(TOOLS)).split("\n[")
+    assert asked.startswith("[user] You can call functions.")
+    assert asked.endswith("</tool_call>\n\nKöln?Ada")
+    assert called.startswith("assistant] <tool_call>")
+    assert answered == "user] <tool_response>\nrain\n</tool_response>\nSo?\n"
 
 
 FORMS = [HERMES, LLAMA, MISTRAL]

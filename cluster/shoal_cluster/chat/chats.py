@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from shoal_cluster.chat.answer_grammar import answer_grammar
@@ -11,13 +12,13 @@ from shoal_cluster.chat.answer_reader import AnswerReader
 from shoal_cluster.chat.chat_format import END_OF_THINK, THINK, ChatFormat
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import MAX_DEPTH, REQUIRED, ToolUse, is_deep, json_text
-from shoal_cluster.chat.tool_prompt import turns_with_tools
+from shoal_cluster.chat.tool_prompt import SYSTEM, USER, turns_with_tools
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.structured_output import FIELD, JSON_SCHEMA, StructuredOutput
 from shoal_replica.tokenizer import Tokenizer
 
-SYSTEM, DEVELOPER = "system", "developer"  # OpenAI's newer name, which few templates know
+DEVELOPER = "developer"  # OpenAI's newer name of the system, which few templates know
 ASSISTANT = "assistant"
 
 
@@ -57,7 +58,8 @@ class Chats:
             if any(is_deep(turn.get("tool_calls")) for turn in turns):
                 raise InvalidArgument("messages", "tool_calls", f"arguments must be nested at most {MAX_DEPTH} times")
             return self._tokenizer.apply_chat_template(turns, [tool.definition() for tool in tools], options, end)
-        return self._tokenizer.apply_chat_template(turns_with_tools(messages, tools), (), options, end)
+        turns = turns_with_tools(messages, tools, takes_system=not tools or self._takes_system)
+        return self._tokenizer.apply_chat_template(turns, (), options, end)
 
     def is_reasoning(self, prompt: str, messages: Sequence[Message], end: PromptEnd) -> bool:
         """Whether the text after the prompt of these messages begins with reasoning: because the template has begun it,
@@ -121,6 +123,16 @@ class Chats:
             except InvalidArgument as alone:
                 return InvalidArgument("tools", tool.name, alone.limit)
         return InvalidArgument("tools", f"{len(use.callable)} tools", error.limit)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template knows system turns."""
+        turns = [Message(SYSTEM, "a").turn(), Message(USER, "a").turn()]
+        try:
+            self._tokenizer.apply_chat_template(turns)
+        except InvalidArgument:
+            return False
+        return True
 
     def _special_id(self, text: str) -> int | None:
         if text not in self._special_ids:  # half a millisecond's work; there are few markers

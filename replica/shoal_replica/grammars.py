@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.json_schemas import without_unknown_formats
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.structured_output import FIELD, JSON_SCHEMA, REGEX, WHITE_SPACE, StructuredOutput
 
@@ -29,6 +30,7 @@ MAX_REASON = 300  # characters of llguidance's own message
 MAX_LEXER_STATES = 20_000
 INITIAL_LEXER_FUEL = 100_000
 MAX_STEP_ITEMS = 10_000  # of the parser, for a mask or a token: where a grammar is ambiguous they grow with the answer
+MAX_LINES = 1000  # of a grammar: the library goes down a chain of rules by recursion, and the stack ends at some 2500
 MAX_MULTIPLES = 10_000  # product of a schema's `multipleOf`: it has a state for each remainder, which nothing limits
 # Tokens that are certain must not be chosen by tokenizing their text, which may spell a special token.
 OPTIONS = '%llguidance {"no_forcing": true}'
@@ -172,12 +174,14 @@ def _grammar(structure: StructuredOutput) -> str:
             grammars = json.loads(LLMatcher.grammar_from_json_schema(structure.source, defaults=defaults))
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        schema = grammars["grammars"][0]["json_schema"]
+        schema = without_unknown_formats(grammars["grammars"][0]["json_schema"])
         _check_multiples(schema)
         return f"{OPTIONS}\nstart: {SCHEMA} {json.dumps(schema)}"
     if structure.kind == REGEX:
         grammars = json.loads(LLMatcher.grammar_from_regex(structure.source))
         return f"{OPTIONS}\n{grammars['grammars'][0]['lark_grammar']}"
+    if (count := structure.source.count("\n") + 1) > MAX_LINES:
+        raise ValueError(f"it has {count} lines; must have at most {MAX_LINES}")
     _check_multiples(list(_schemas_within(structure.source)))
     has_options = any(line.startswith("%llguidance") for line in structure.source.splitlines())
     return structure.source if has_options else f"{OPTIONS}\n{structure.source}"

@@ -17,7 +17,7 @@ import torch
 from fixtures.tiny_tokenizer import write_tiny_tokenizer
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, load_oracle, make_checkpoint, make_prompts
 
-from shoal_replica import LLM, SamplingParams, grammars
+from shoal_replica import LLM, SamplingParams, grammars, json_schemas
 from shoal_replica.build import build_executor, build_scheduler, resolve_config
 from shoal_replica.checkpoint import DEMO_MODEL
 from shoal_replica.errors import InvalidArgument
@@ -297,6 +297,26 @@ def test_stops_end_structured_answers_too(llm):
 def test_what_cannot_be_matched_is_refused(llm, structure, message):
     with pytest.raises(InvalidArgument, match=f"structured_output: got .*{message}"):
         llm.generate(PROMPTS[:1], params(StructuredOutput(*structure)))
+
+
+def test_a_grammar_of_too_many_rules_is_refused_before_the_library_sees_it(folder):
+    """It follows a chain of rules by recursion, at the end of which the process would end."""
+    chain = "start: a0\n" + "".join(f'a{i}: a{i + 1} "x"\n' for i in range(3000)) + 'a3000: "x"'
+    with pytest.raises(InvalidArgument, match="it has 3002 lines; must have at most 1000"):
+        Grammars(ModelConfig.from_folder(folder)).check(StructuredOutput("lark", chain))
+
+
+def test_formats_that_are_not_enforced_are_annotations(folder):
+    held = Grammars(ModelConfig.from_folder(folder))
+    properties = {"format": {"type": "string", "format": "password"}, "n": {"type": "integer", "format": "int64"}}
+    held.check(StructuredOutput.json_schema({"type": "object", "properties": properties, "format": "x"}))
+    for name in json_schemas.FORMATS:
+        schema = {"type": "string", "format": name}
+        assert json_schemas.without_unknown_formats(schema) == schema
+        held.check(StructuredOutput.json_schema(schema))
+    first = [held.begin(StructuredOutput.json_schema({"type": "string", "format": name})) for name in ("uuid", "iri")]
+    quoted = Tokenizer.from_folder(folder).encode('"z', add_special_tokens=False)
+    assert [matcher.allowed(quoted[:1])[quoted[1]] for matcher in first] == [False, True]
 
 
 def test_structures_and_fields_that_do_not_go_together():

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shoal_cluster.chat.answer_grammar import answer_grammar
 from shoal_cluster.chat.answer_reader import AnswerReader
-from shoal_cluster.chat.chat_format import HERMES, LLAMA, MISTRAL, CallFormat, ChatFormat
+from shoal_cluster.chat.chat_format import HERMES, LLAMA, MINIMAX, MISTRAL, QWEN_CODER, CallFormat, ChatFormat
 from shoal_cluster.chat.chats import Chats
 from shoal_cluster.chat.message import Message
 from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolCall, ToolUse
@@ -199,6 +199,27 @@ def test_what_is_read_as_a_call_is_held_to_its_schema(marks: str, reasons: bool,
     assert forms.accepts(structure, "\n So: {")
 
 
+@pytest.mark.parametrize("marks", ["folder", "marked"])
+@pytest.mark.parametrize("call_format", [HERMES, QWEN_CODER, MINIMAX])
+def test_no_text_is_read_as_a_call_beside_strict_tools(marks: str, call_format: CallFormat, request: Any) -> None:
+    """Neither in a notation that begins without an opening, nor with an opening that is spelled in other tokens."""
+    forms = Forms(request.getfixturevalue(marks))
+    structure = answer_grammar(ChatFormat(call_format, True, False), ToolUse(STRICT), forms.special_id)
+    assert structure is not None
+    head = call_format.xml.head_start
+    assert forms.accepts(structure, f"a {head}get_weather") is (head not in call_format.openings)
+    assert forms.accepts(structure, f"a {head[:-1]}")
+    letters = [token for letter in call_format.opening for token in forms.tokenizer.encode(letter, False)]
+    matcher = forms.grammars.begin(structure)
+    allowed = [matcher.allowed(letters[:count]) for count in range(len(letters) + 1)]
+    if forms.special_id(call_format.opening) is None:  # the opening, after which only a call comes
+        assert allowed[-1] is not None
+        assert not allowed[-1][forms.tokenizer.encode("a", False)[0]]
+    else:
+        assert allowed[-2] is not None
+        assert not allowed[-2][letters[-1]]
+
+
 def test_schemas_are_enforced_whatever_they_say_besides(folder: Path) -> None:
     forms = Forms(folder)
     said = {"title": "%json", "description": "straße " * 9000, "default": "%json", "examples": ["%json"]}
@@ -213,6 +234,13 @@ def test_schemas_are_enforced_whatever_they_say_besides(folder: Path) -> None:
     for wrong in ({"default": "%json"}, right | {"default": "x"}):
         assert not forms.accepts(structure, spell(HERMES, [("f", wrong)]))
     assert not forms.accepts(structure, spell(HERMES, [("f", right)]).replace(json.dumps(right), "5"))
+
+
+def test_formats_that_are_not_enforced_do_not_keep_a_tool_from_being_called(folder: Path) -> None:
+    secret = Tool("f", parameters={"properties": {"key": {"type": "string", "format": "password"}}})
+    answer = StructuredOutput.json_schema({"type": "object", "properties": {"n": {"format": "int64"}}})
+    assert Forms(folder).chats.structure(ToolUse((secret,), REQUIRED), None) is not None
+    assert Forms(folder).chats.structure(ToolUse((secret,)), answer) is not None
 
 
 def test_as_many_tools_as_are_allowed_can_be_enforced(folder: Path) -> None:
@@ -381,6 +409,9 @@ async def test_arguments_of_the_past_may_be_anything(folder: Path) -> None:
 def test_bad_tools_are_told_what_is_wrong(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Tool(**{"name": "f"} | fields)
+    long = tuple(Tool(f"f{i}", parameters={"properties": {"a" * 9000: {"type": "string"}}}) for i in range(8))
+    with pytest.raises(InvalidArgument, match=r"tools: got 'schemas of 7\d+ characters'; must have at most 65536"):
+        answer_grammar(ChatFormat(HERMES, True, False), ToolUse(long, REQUIRED), lambda _: None)
     with pytest.raises(InvalidArgument, match=r"tools: got '4\d+ characters'; must have at most 262144"):
         ToolUse(tuple(Tool(f"f{i}", "x" * 200_000) for i in range(2)))
 

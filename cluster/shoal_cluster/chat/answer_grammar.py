@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal_cluster.chat.chat_format import END_OF_THINK, PYTHON_TAG, THINK, CallFormat, ChatFormat
 from shoal_cluster.chat.tool import REQUIRED, Tool, ToolUse
 from shoal_replica.errors import InvalidArgument
-from shoal_replica.structured_output import JSON_SCHEMA, LARK, WHITE_SPACE, StructuredOutput
+from shoal_replica.json_schemas import bare, without_unknown_formats
+from shoal_replica.structured_output import JSON_SCHEMA, LARK, MAX_SOURCE_LENGTH, WHITE_SPACE, StructuredOutput
 
 ANYTHING = "/(?s:.*)/"
 SPACE = r"[ \t\r\n]{0,4}"
 GAP = f"/{SPACE}/"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_ARGUMENTS = {"type": "object"}
-EXPLANATIONS = frozenset({"title", "description", "examples", "default", "$comment", "deprecated"})
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # schemas by names
-VALUES = frozenset({"const", "enum", "required"})
 
 SpecialId = Callable[[str], int | None]
 """The id of a text that is a token of its own, which no text of a grammar can spell; else None."""
@@ -44,7 +42,7 @@ def answer_grammar(
         is_reasoning: the prompt ends within reasoning.
 
     Raises:
-        InvalidArgument: there are tools, and ``answer`` is another form than JSON.
+        InvalidArgument: there are tools, and ``answer`` is another form than JSON, or all schemas are too long.
     """
     tools = () if use is None else use.callable
     is_required = use is not None and use.mode == REQUIRED
@@ -71,14 +69,18 @@ def answer_grammar(
         is_text = special_id(THINK) is None
         think = f"/{SPACE}{re.escape(THINK)}/" if is_text else f"{GAP} {_spelled(THINK, special_id)}"
         start = (f"thought {GAP}" if is_reasoning else f"({think} thought {GAP})?") + f" ({start})"
-    return StructuredOutput(LARK, "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *rules]))
+    source = "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *rules])
+    if tools and len(source) > MAX_SOURCE_LENGTH:
+        limit = f"must have at most {MAX_SOURCE_LENGTH} together, without descriptions, where calls must match them"
+        raise InvalidArgument("tools", f"schemas of {len(source)} characters", limit)
+    return StructuredOutput(LARK, source)
 
 
 def _json_schema(answer: StructuredOutput) -> str:
     if answer.kind != JSON_SCHEMA:
         raise InvalidArgument("tools", None, f"cannot be called where the answer must match a {answer.kind}")
     try:
-        schema = json.loads(answer.source)
+        schema = without_unknown_formats(json.loads(answer.source))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("response_format", answer.source, f"is not JSON: {error}") from None
     return _within(schema)
@@ -98,7 +100,7 @@ def _call(number: int, tool: Tool, arguments_key: str, is_required: bool) -> str
     head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments_key)}: '
     schema: Any = ANY_ARGUMENTS
     if is_required or tool.strict:
-        schema = ANY_ARGUMENTS | _bare(tool.parameters) if tool.parameters else NO_PARAMETERS
+        schema = ANY_ARGUMENTS | without_unknown_formats(bare(tool.parameters)) if tool.parameters else NO_PARAMETERS
     return f'call_{number}: {json.dumps(head)} args_{number} "}}"\nargs_{number}: {_within(schema)}'
 
 
@@ -107,23 +109,6 @@ def _within(schema: Any) -> str:
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
     return "%json " + json.dumps(schema, ensure_ascii=False).replace("%", "\\u0025")
-
-
-def _bare(schema: Any) -> Any:
-    """A schema without what only explains it."""
-    if isinstance(schema, list):
-        return [_bare(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: {name: _bare(each) for name, each in value.items()}
-        if key in NAMED and isinstance(value, Mapping)
-        else value
-        if key in VALUES
-        else _bare(value)
-        for key, value in schema.items()
-        if key not in EXPLANATIONS
-    }
 
 
 def _calls(calls: CallFormat, special_id: SpecialId, parallel: bool) -> list[str]:
@@ -140,23 +125,31 @@ def _calls(calls: CallFormat, special_id: SpecialId, parallel: bool) -> list[str
 
 
 def _or_text(chat_format: ChatFormat, special_id: SpecialId, parallel: bool) -> tuple[str, list[str]]:
-    """What an answer may be that need not call, and the rules for that."""
-    opening, unless = chat_format.calls.opening, ""
+    """What an answer may be that need not call, and the rules for that. No text may have in it what the reader takes
+    for the beginning of a call, also where that is a token of its own and could be spelled in others.
+    """
+    calls, unless = chat_format.calls, ""
     if chat_format.reasons and special_id(THINK) is None:
         unless = f" & ~/\\s*{re.escape(THINK)}(?s:.*)/"  # that is another way to begin
-    if not opening:  # what begins with a brace is a call
+    if not calls.opening:  # what begins with a brace is a call
         before = f"{GAP} ({_spelled(PYTHON_TAG, special_id)})?"
         if special_id(PYTHON_TAG) is None:
             before = f"/{SPACE}({re.escape(PYTHON_TAG)})?/"
             unless += rf" & ~/\s*{re.escape(PYTHON_TAG)}(?s:.*)/"
         return f"(FREE | {before} calls)?", [rf"FREE: /\s*[^\s{{\[](?s:.*)/{unless}"]
-    if special_id(opening) is not None:
-        return "FREE? calls?", [f"FREE: {ANYTHING}{unless}"]
-    free = f"FREE: {ANYTHING} & ~/(?s:.*){re.escape(opening)}(?s:.*)/{unless}"
-    before = _until("before", "ANY", opening, special_id)
-    between = _until("between", ANYTHING, opening, special_id)
-    more = _more("between body", parallel and not chat_format.calls.is_list)
-    return f"FREE | before body {more}", [free, f"ANY: {ANYTHING}{unless}", before, between]
+    free = f"FREE: {ANYTHING}{_without(calls.openings)}{unless}"
+    if special_id(calls.opening) is not None:
+        return "FREE? calls?", [free]
+    text = f"{ANYTHING}{_without(opening for opening in calls.openings if opening != calls.opening)}"
+    before = _until("before", "FIRST", calls.opening, special_id)
+    between = _until("between", "NEXT", calls.opening, special_id)
+    more = _more("between body", parallel and not calls.is_list)
+    return f"FREE | before body {more}", [free, f"FIRST: {text}{unless}", f"NEXT: {text}", before, between]
+
+
+def _without(texts: Iterable[str]) -> str:
+    """Of a regular expression: what matches has none of ``texts`` in it."""
+    return "".join(f" & ~/(?s:.*){re.escape(text)}(?s:.*)/" for text in texts)
 
 
 def _until(name: str, text: str, marker: str, special_id: SpecialId) -> str:

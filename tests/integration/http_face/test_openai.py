@@ -808,6 +808,14 @@ async def test_no_alternatives_need_no_log_probabilities(http: httpx.AsyncClient
     assert core.calls[-1].sampling_params.logprobs is None
 
 
+async def test_seeds_have_signs_and_top_p_may_be_nothing(http: httpx.AsyncClient, core: FakeGateway) -> None:
+    for seed in (-2, -(2**63), 2**63 - 1):
+        assert (await http.post(CHAT, json={"messages": HI, "seed": seed, "top_p": 0})).status_code == 200
+    params = [call.sampling_params for call in core.calls]
+    assert [each.seed for each in params] == [2**63 - 2, 0, 2**63 - 1]
+    assert {each.top_p for each in params} == {1e-9}
+
+
 async def test_minus_one_is_vllms_word_for_any_seed_and_all_tokens(http: httpx.AsyncClient, core: FakeGateway) -> None:
     assert (await http.post(CHAT, json={"messages": HI, "seed": -1, "top_k": -1})).status_code == 200
     params = core.calls[-1].sampling_params
@@ -1010,7 +1018,7 @@ async def test_an_id_one_of_whose_prompts_has_been_placed_gets_another_end(
         (CHAT, {"messages": HI, "guided_regex": "a", "ignore_eos": True}, 400, "ignore_eos", "contradicts"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 500}]}, 400, "messages", "below 128"),
         (COMPLETION, {"prompt": "x" * 500}, 400, "prompt", "below 128"),
-        (COMPLETION, {"prompt": "x", "seed": -2}, 400, "seed", "at least 0"),
+        (COMPLETION, {"prompt": "x", "seed": -(2**63) - 1}, 400, "seed", "at least 0"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 3 * 64 * 1024}]}, 413, None, "at most"),
         (
             CHAT,

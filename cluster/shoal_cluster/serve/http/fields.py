@@ -11,6 +11,9 @@ from starlette.exceptions import HTTPException
 from shoal_cluster.serve.call import MAX_ENTRIES
 from shoal_replica.errors import InvalidArgument
 from shoal_replica.sampling_defaults import DEFAULTED
+from shoal_replica.sampling_params import MAX_SEED
+
+LEAST_TOP_P = 1e-9
 
 
 def unicode_text(text: str) -> str:
@@ -122,6 +125,18 @@ def renamed(error: Exception, words: Mapping[str, str]) -> Exception:
 def left_out(body: BaseModel) -> frozenset[str]:
     """The parameters that ``body`` leaves to the model's recommendation; see GenerateCall."""
     return frozenset(name for name in DEFAULTED if getattr(body, name, None) is None)
+
+
+def top_p_of(value: float | None) -> float | None:
+    """As SamplingParams has it. 0, which leaves the likeliest token alone, is less than that of any token."""
+    return LEAST_TOP_P if value == 0 else value
+
+
+def seed_of(value: int | None) -> int | None:
+    """As SamplingParams has it. OpenAI's and vLLM's have a sign and 64 bits; -1 is vLLM's word for any seed."""
+    if value is None or value == -1:
+        return None
+    return value & MAX_SEED if -MAX_SEED - 1 <= value < 0 else value
 
 
 def effort_options(effort: str | None) -> dict[str, Any]:

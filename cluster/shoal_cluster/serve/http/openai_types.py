@@ -28,6 +28,8 @@ from shoal_cluster.serve.http.fields import (
     left_out,
     only,
     renamed,
+    seed_of,
+    top_p_of,
     unicode_text,
 )
 from shoal_cluster.serve.http.openai_structures import ResponseFormat, StructuredOutputs
@@ -157,7 +159,7 @@ class RequestBody(WholeBody):
         """
         given = {
             "temperature": self.temperature,
-            "top_p": self.top_p,
+            "top_p": top_p_of(self.top_p),
             "n": self.n,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
@@ -178,7 +180,7 @@ class RequestBody(WholeBody):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         params = SamplingParams(
             max_tokens=max_tokens,
-            seed=None if self.seed == -1 else self.seed,  # vLLM also spells "any" this way
+            seed=seed_of(self.seed),
             logprobs=logprobs,
             prompt_logprobs=max(counts, default=None),
             stop=stop,

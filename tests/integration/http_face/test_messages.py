@@ -194,7 +194,8 @@ async def test_what_else_clients_send(client: anthropic.AsyncAnthropic, core: Fa
     schema = {"type": "object", "properties": None, "required": None}
     tool = {"name": f"mcp__server__{'x' * 100}", "input_schema": schema, "cache_control": {"type": "ephemeral"}}
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    more = {"thinking": {"type": "between_tools"}, "context_management": {"edits": []}, "output_format": form}
+    more = {"thinking": {"type": "between_tools"}, "output_format": form}
+    more["context_management"] = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     await client.messages.create(**ASKED | {"messages": [{"role": "system", "content": "S"}, *HI]}, extra_body=more)
     assert messages_of(core) == (Message("system", "S"), Message("user", "hi"))
     assert core.calls[-1].template_options["enable_thinking"]
@@ -279,6 +280,12 @@ async def test_tokens_are_counted(client: anthropic.AsyncAnthropic, core: FakeGa
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: got None; input should be a valid integer"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens: got 0; input should be greater than or equal"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            400,
+            "invalid_request_error",
+            "context_management.edits.0: got",
+        ),
         ({"messages": []}, 400, "invalid_request_error", "messages: got []; must have at least one message"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "messages.0.role: got 'tool'"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "invalid_request_error", "messages.0.content: got 5"),

@@ -1,9 +1,10 @@
 """The bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, and the call that they become.
 
 https://platform.claude.com/docs/en/api/messages. Prefixes are cached without being asked for, so `cache_control` is
-ignored, as all unknown fields are, and so is whether a result is an error, of which templates know nothing. Where the
-conversation ends with the assistant's turn, the answer goes on with it. vLLM's extra fields are chat_template_kwargs,
-priority and cache_salt. What would change the answer but is not supported here is refused.
+ignored, as all unknown fields are. So are budgets of thinking, which `max_tokens` bounds, and whether a result is an
+error, of which templates know nothing. Where the conversation ends with the assistant's turn, the answer goes on with
+it. vLLM's extra fields are chat_template_kwargs, priority and cache_salt. What else would change the answer but is not
+supported here is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from shoal_cluster.chat.message import Message, as_one
 from shoal_cluster.chat.tool import AUTO, MAX_TOOLS, NONE, REQUIRED, Tool, ToolCall, ToolUse, json_text
@@ -34,6 +35,7 @@ from shoal_cluster.serve.http.fields import (
     left_out,
     renamed,
     text_of,
+    top_p_of,
 )
 from shoal_replica.chat_template import PromptEnd
 from shoal_replica.errors import InvalidArgument
@@ -140,7 +142,24 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Text  # other ones than "disabled" differ in when and how much
+    type: Text  # other ones than "disabled" differ in when and how much, which is the model's choice
+
+
+class Edit(Body):
+    """Of the context. One that keeps all, as some agents ask for, is none."""
+
+    type: Text
+    keep: Any = None
+
+
+def _keeps_all(edit: Edit) -> Edit:
+    if edit.keep != "all":
+        raise ValueError("would change the prompt, which is not supported; leave it out")
+    return edit
+
+
+class ContextManagement(Body):
+    edits: ListOf[Annotated[Edit, AfterValidator(_keeps_all)]] | None = None
 
 
 class OutputFormat(Body):
@@ -168,6 +187,7 @@ class Conversation(WholeBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # where earlier clients have the one of `output_config`
+    context_management: ContextManagement | None = None
     chat_template_kwargs: TemplateOptions | None = None
     mcp_servers: Unsupported = None
     container: Unsupported = None
@@ -254,7 +274,7 @@ class MessagesRequest(Conversation):
         return [call]
 
     def _sampling_params(self) -> SamplingParams:
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        given = {"temperature": self.temperature, "top_p": top_p_of(self.top_p), "top_k": self.top_k}
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         return SamplingParams(

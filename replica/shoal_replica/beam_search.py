@@ -97,10 +97,10 @@ class BeamSearch:
 
     def _best_first(self, tops: Items[TokenLogprobs]) -> Iterator[_Continuation]:
         """The continuations of all beams, best first; of equals, those of the better beam."""
-        by_beam = [
-            [_Continuation(beam.score + logprob, place, rank) for rank, (_, logprob) in enumerate(top.top)]
+        by_beam = (
+            _continuations(beam.score, place, top)
             for place, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
-        ]
+        )
         return merge(*by_beam, key=lambda continuation: -continuation.score)
 
     def _extended(self, continuation: _Continuation, tops: Items[TokenLogprobs]) -> Beam:
@@ -113,6 +113,12 @@ class BeamSearch:
 
     def _rank_score(self, score: float, num_tokens: int) -> float:
         return float(score / num_tokens**self._params.length_penalty)
+
+
+def _continuations(score: float, place: int, top: TokenLogprobs) -> Iterator[_Continuation]:
+    """Those of one beam, best first. Most of them are never asked for."""
+    for rank, (_, logprob) in enumerate(top.top):
+        yield _Continuation(score + logprob, place, rank)
 
 
 def num_candidates(request: Request, finish: FinishRule) -> int:

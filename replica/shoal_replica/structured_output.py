@@ -25,7 +25,8 @@ class StructuredOutput:
     kind that is not one of KINDS, or a source that is empty or too long; ``Grammars.check`` finds what is wrong in it.
 
     Attributes:
-        source: a JSON schema as text, a regular expression (Rust's), or a context-free grammar in Lark's notation.
+        source: a JSON schema as text, a regular expression (Rust's), or a context-free grammar in Lark's notation,
+            of at most 1000 lines.
     """
 
     kind: str

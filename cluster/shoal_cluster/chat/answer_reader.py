@@ -102,10 +102,10 @@ class AnswerReader:
 
     def _begin_reasoning(self, is_last: bool) -> bool:
         """Reasoning begins, with its marker or behind that of the prompt."""
-        text = self._unread.lstrip(SPACE)
-        if not is_last and THINK.startswith(text):
+        self._unread = self._unread.lstrip(SPACE)
+        if not is_last and THINK.startswith(self._unread):
             return False
-        self._unread = text.removeprefix(THINK)
+        self._unread = self._unread.removeprefix(THINK)
         self._content.part()
         self._read = self._reason
         return True

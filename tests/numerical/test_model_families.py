@@ -169,7 +169,7 @@ def test_cached_prefix_and_copied_block(runner: ModelRunner, llama: Path) -> Non
     assert [s.token_id for s in result.sampled] == expected
 
 
-def test_many_sequences_outgrow_the_table(runner: ModelRunner, llama: Path) -> None:
+def test_many_sequences_have_rows_of_the_table(runner: ModelRunner, llama: Path) -> None:
     prompts = make_prompts([5] * 40)
     oracle = load_oracle(llama)
     assert greedy(runner, prompts, 512, num_tokens=3) == [oracle_greedy(oracle, prompt, 3) for prompt in prompts]

@@ -17,8 +17,8 @@ DEFINED = {"City": {"type": "string"}, "Again": {"$ref": "#/$defs/Again"}, "a/b"
 
 def read(value: str, schema: object) -> Any:
     """The argument that a tagged ``value`` becomes."""
-    call = XmlCall(GLM_XML, {"find": {"properties": {"key": schema}, "$defs": DEFINED}})
-    call.push(f"find<arg_key>key</arg_key><arg_value>{value}</arg_value></tool_call>")
+    call = XmlCall(GLM_XML, "find", {"find": {"properties": {"key": schema}, "$defs": DEFINED}})
+    call.push(f"<arg_key>key</arg_key><arg_value>{value}</arg_value></tool_call>")
     assert call.is_done
     return json.loads(call.take_arguments())["key"]
 

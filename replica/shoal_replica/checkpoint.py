@@ -88,9 +88,9 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return [folder / name for name in sorted(names)]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ConfigError(f"model: {index} is not a safetensors index") from None
-        return [folder / name for name in sorted(names)]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     raise NotFound(f"model: {str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
+from shoal_replica.checkpoint import weight_files
 from shoal_replica.config import EngineConfig
 
 PROBE_BYTES = 2**16
-WEIGHT_FILES = "*.safetensors"
+ADAPTER_FILES = "*.safetensors"
 
 
 def fingerprint(config: EngineConfig) -> str:
@@ -19,9 +21,9 @@ def fingerprint(config: EngineConfig) -> str:
     model = config.model
     length = model.max_model_len if model.rope_scaling else 0  # it may choose a table; else pools may differ in size
     digest = blake2b(repr(replace(model, folder="", max_model_len=length)).encode(), digest_size=16)
-    for folder in (model.folder, *(adapter.folder for adapter in config.adapters)):
-        for path in sorted(Path(folder).glob(WEIGHT_FILES)):
-            digest.update(_probe(path))
+    of_adapters = [sorted(Path(adapter.folder).glob(ADAPTER_FILES)) for adapter in config.adapters]
+    for path in chain(weight_files(Path(model.folder)), *of_adapters):
+        digest.update(_probe(path))
     digest.update(repr([adapter.name for adapter in config.adapters]).encode())
     return digest.hexdigest()
 

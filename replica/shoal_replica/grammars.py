@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from decimal import Decimal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal_replica.errors import InvalidArgument
+from shoal_replica.grammar_limits import SCHEMA, check_grammar, check_schema
 from shoal_replica.json_schemas import without_unknown_formats
 from shoal_replica.model_config import ModelConfig
 from shoal_replica.structured_output import FIELD, JSON_SCHEMA, REGEX, WHITE_SPACE, StructuredOutput
@@ -30,11 +30,8 @@ MAX_REASON = 300  # characters of llguidance's own message
 MAX_LEXER_STATES = 20_000
 INITIAL_LEXER_FUEL = 100_000
 MAX_STEP_ITEMS = 10_000  # of the parser, for a mask or a token: where a grammar is ambiguous they grow with the answer
-MAX_LINES = 1000  # of a grammar: the library goes down a chain of rules by recursion, and the stack ends at some 2500
-MAX_MULTIPLES = 10_000  # product of a schema's `multipleOf`: it has a state for each remainder, which nothing limits
 # Tokens that are certain must not be chosen by tokenizing their text, which may spell a special token.
 OPTIONS = '%llguidance {"no_forcing": true}'
-SCHEMA = "%json"  # before a schema within a grammar
 
 
 class Grammars:
@@ -175,55 +172,11 @@ def _grammar(structure: StructuredOutput) -> str:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         schema = without_unknown_formats(grammars["grammars"][0]["json_schema"])
-        _check_multiples(schema)
+        check_schema(schema)
         return f"{OPTIONS}\nstart: {SCHEMA} {json.dumps(schema)}"
     if structure.kind == REGEX:
         grammars = json.loads(LLMatcher.grammar_from_regex(structure.source))
         return f"{OPTIONS}\n{grammars['grammars'][0]['lark_grammar']}"
-    if (count := structure.source.count("\n") + 1) > MAX_LINES:
-        raise ValueError(f"it has {count} lines; must have at most {MAX_LINES}")
-    _check_multiples(list(_schemas_within(structure.source)))
+    check_grammar(structure.source)
     has_options = any(line.startswith("%llguidance") for line in structure.source.splitlines())
     return structure.source if has_options else f"{OPTIONS}\n{structure.source}"
-
-
-def _schemas_within(source: str) -> Iterator[Any]:
-    """The schemas in a grammar. Raises ValueError where a mark of one is followed by something else."""
-    decoder = json.JSONDecoder(object_pairs_hook=_no_repetition)
-    for part in source.split(SCHEMA)[1:]:
-        try:
-            yield decoder.raw_decode(part.lstrip())[0]
-        except RecursionError:
-            raise ValueError("a schema in it is nested too deeply") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"a schema in it is not JSON: {error.msg}") from None
-
-
-def _no_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that is given twice llguidance might take the other one."""
-    if len(parts := dict(pairs)) < len(pairs):
-        raise ValueError("a schema in it has a key twice")
-    return parts
-
-
-def _check_multiples(schema: Any) -> None:
-    product = Decimal(1)
-    for multiple in _multiples(schema):
-        product *= max(1, int("".join(map(str, multiple.normalize().as_tuple().digits))))
-    if product > MAX_MULTIPLES:
-        raise ValueError(f"the product of all multipleOf is {product}; must be at most {MAX_MULTIPLES}")
-
-
-def _multiples(schema: Any) -> Iterator[Decimal]:
-    """Every finite number under a key `multipleOf`."""
-    found = [schema]
-    while found:
-        match found.pop():
-            case dict() as parts:
-                multiple = parts.get("multipleOf")
-                is_number = isinstance(multiple, int | float) and not isinstance(multiple, bool)
-                if is_number and (number := Decimal(str(multiple))).is_finite():
-                    yield number
-                found.extend(parts.values())
-            case list() as parts:
-                found.extend(parts)

@@ -1,4 +1,4 @@
-"""What a config.json leaves out is what transformers has in its place, for every family."""
+"""What a config.json leaves out, but for sizes, is what transformers has in its place, for every family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 256,
 }
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -61,6 +60,7 @@ def layers_of(model: ModelConfig) -> list[tuple[int | None, float]]:
 def compare(folder: Path) -> None:
     ours, theirs = ModelConfig.from_folder(folder), AutoConfig.from_pretrained(folder).get_text_config()
     assert layers_of(ours) == layers_of_transformers(theirs)
+    assert ours.max_model_len == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,11 +300,39 @@ def test_what_cannot_be_matched_is_refused(llm, structure, message):
         llm.generate(PROMPTS[:1], params(StructuredOutput(*structure)))
 
 
-def test_a_grammar_of_too_many_rules_is_refused_before_the_library_sees_it(folder):
-    """It follows a chain of rules by recursion, at the end of which the process would end."""
-    chain = "start: a0\n" + "".join(f'a{i}: a{i + 1} "x"\n' for i in range(3000)) + 'a3000: "x"'
-    with pytest.raises(InvalidArgument, match="it has 3002 lines; must have at most 1000"):
-        Grammars(ModelConfig.from_folder(folder)).check(StructuredOutput("lark", chain))
+def chain_of_rules(count: int, rule: str) -> StructuredOutput:
+    rules = "".join(f"a{i}: {rule.format(f'a{i + 1}')}\n" for i in range(count))
+    return StructuredOutput("lark", f'start: a0\n{rules}a{count}: "x"')
+
+
+def chain_of_schemas(count: int, link: Callable[[dict[str, str]], dict[str, Any]]) -> StructuredOutput:
+    chain = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)} | {f"a{count}": {"type": "string"}}
+    return StructuredOutput.json_schema({"$ref": "#/$defs/a0", "$defs": chain})
+
+
+@pytest.mark.parametrize(
+    "deepest",
+    [
+        lambda n: chain_of_rules(1490 + n, '{} "x"'),
+        lambda n: chain_of_rules(240 + 10 * n, '((((({} "x")? "x")? "x")? "x")? "x")?'),
+        lambda n: chain_of_schemas(490 + 10 * n, lambda to: {"properties": {"a": to}}),
+        lambda n: chain_of_schemas(740 + 10 * n, lambda to: {"type": "array", "items": to}),
+        lambda n: StructuredOutput(
+            "lark", f"start: %json {chain_of_schemas(490 + 10 * n, lambda to: {'properties': {'a': to}}).source}"
+        ),
+    ],
+)
+def test_what_is_too_deep_is_refused_before_the_library_sees_it(folder, deepest):
+    """It follows rules and references by recursion, at the end of whose stack the process would end."""
+    held = Grammars(ModelConfig.from_folder(folder))
+    held.check(deepest(0))
+    with pytest.raises(InvalidArgument, match=r"its rules, groups and levels are \d+ together; must be at most 1500"):
+        held.check(deepest(20))
+
+
+def test_brackets_within_texts_are_no_groups(folder):
+    choices = "\n | ".join(f'"((([[{i}" /[(][(]{i}/' for i in range(700))
+    Grammars(ModelConfig.from_folder(folder)).check(StructuredOutput("lark", f"start: {choices} // ((((("))
 
 
 def test_formats_that_are_not_enforced_are_annotations(folder):

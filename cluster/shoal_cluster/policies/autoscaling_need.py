@@ -30,7 +30,7 @@ class Load:
         rate_first: while the past is shorter than LEVEL_S, the mean so far less one standard deviation; else 0.
         rate_lasting: the mean over LEVEL_S, or PEAK_S at least; 0 while that is not known.
         num_uncached_tokens: prompt tokens of a request that need compute: the mean of those that have arrived lately;
-            where none has, of those that wait; 0 if none does.
+            where none has, of those held at gateways; else all that wait at replicas, shared out; 0 if none does.
         num_blocks, num_sequences: held now, smoothed.
         num_waiting_tokens: prompt tokens to compute, at replicas, on their way, and held at gateways.
         num_shed: requests refused within ``burst_window_s``.
@@ -80,10 +80,12 @@ def measure(view: ScaleView, state: ScaleState, config: ScaleConfig, now: float)
         + sum(row.num_reserved_tokens for row in view.replicas)
         + round(demand.num_held_tokens * uncached)
     )
-    num_waiting = sum(s.num_waiting for s in known) + sum(row.num_reserved for row in view.replicas) + demand.num_held
     if num_arrived:
         num_uncached_tokens = num_tokens / num_arrived * uncached
-    else:  # a queue may be longer than the memory of what has arrived
+    elif demand.num_held:  # a queue may be longer than the memory of what has arrived
+        num_uncached_tokens = demand.num_held_tokens / demand.num_held * uncached
+    else:
+        num_waiting = sum(s.num_waiting for s in known)
         num_uncached_tokens = num_waiting_tokens / num_waiting if num_waiting else 0.0
     return Load(
         rate=rate,

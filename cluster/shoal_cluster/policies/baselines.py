@@ -166,8 +166,8 @@ def sglang_cache_aware(query: RouteQuery, candidates: Candidates, memory: Recoll
 
 def llmd_precise(query: RouteQuery, candidates: Candidates) -> Scores:
     """llm-d's precise prefix scheduling: 2 x matched share of the prompt + 1 x (1 - KV usage) + 1 x queue score (0 for
-    the longest queue, 1 for the shortest), with the weights of its precise-prefix configuration; highest wins. (So
-    since its scorer takes any producer's matches; before, matches counted from the shortest holder's to the longest's.)
+    the longest queue, 1 for the shortest), with the weights of its precise-prefix configuration; highest wins.
+    (Its deprecated scorer counted matches from the shortest holder's to the longest's instead.)
     """
     told = candidates.told
     prefix = candidates.num_matched_blocks / max(1, len(query.block_hashes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -182,6 +183,9 @@ def _untouched(rows: int, columns: int, kind: type[Integer]) -> NDArray[Integer]
     find and clear one of these holds a step up for up to 40 ms.
     """
     held = mmap.mmap(-1, rows * columns * np.dtype(kind).itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # nor where the system gives them unasked
+        with suppress(OSError):  # by a kernel that knows none
+            held.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(held, kind).reshape(rows, columns)
 
 

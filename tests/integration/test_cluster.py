@@ -423,7 +423,7 @@ async def test_health_and_reflection(cluster: LiveCluster):
 
 BAD_CALLS = [
     ({"temperature": -1.0}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),

